@@ -1,0 +1,1 @@
+"""One module per op: its contract (shapes, dtypes, tolerance), its argument struct and its wrapper."""
