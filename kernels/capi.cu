@@ -3,20 +3,30 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <string>
 
 #include "kdtree/capi.h"
 #include "verify_attn/verify_attn.cuh"
 
+#if KDTREE_HOST_BUILD
+#define KDTREE_BUILD_ARCHS "host"
+#elif !defined(KDTREE_BUILD_ARCHS)
+#error "KDTREE_BUILD_ARCHS: not defined; the build must name the architectures, as \"sm_90 sm_120a\""
+#endif
+
 namespace kdtree {
 namespace {
 
-thread_local char last_error[512] = "";
+// A string, not an array: thread-local storage of a library that is loaded at run time is scarce.
+thread_local std::string last_error;
 
 __attribute__((format(printf, 2, 3))) int fail(kdtree_status status, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  std::vsnprintf(last_error, sizeof(last_error), format, arguments);
+  char line[512];
+  std::vsnprintf(line, sizeof(line), format, arguments);
   va_end(arguments);
+  last_error = line;
   return status;
 }
 
@@ -125,7 +135,7 @@ extern "C" {
 
 int kdtree_abi_version(void) { return KDTREE_ABI_VERSION; }
 
-const char* kdtree_last_error(void) { return kdtree::last_error; }
+const char* kdtree_last_error(void) { return kdtree::last_error.c_str(); }
 
 const char* kdtree_build_place(void) { return KDTREE_HOST_BUILD ? "host" : "cuda"; }
 

@@ -91,10 +91,7 @@ def _yarn(config: Config, rope: Mapping[str, Any], plain: Array) -> tuple[Array,
     def pair_with_turns(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        pair_with_turns(rope.get("beta_fast") or 32),
-        pair_with_turns(rope.get("beta_slow") or 1),
-    )
+    low, high = (pair_with_turns(rope.get("beta_fast") or 32), pair_with_turns(rope.get("beta_slow") or 1))
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

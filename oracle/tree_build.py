@@ -60,11 +60,7 @@ def tree_build(log_probs: Array, token_ids: Array, budget: int, root_token: int)
         scores.append(score)
         if rank + 1 < rows.shape[1]:
             # Subtract, then add: the order of the two roundings is part of the definition.
-            push(
-                score - rows[depth - 1, rank] + rows[depth - 1, rank + 1],
-                (*ranks[:-1], rank + 1),
-                parent,
-            )
+            push(score - rows[depth - 1, rank] + rows[depth - 1, rank + 1], (*ranks[:-1], rank + 1), parent)
         if depth < usable_depth:
             push(score + rows[depth, 0], (*ranks, 0), node)
     first_child, next_sibling = links(parents)

@@ -13,13 +13,7 @@ if TYPE_CHECKING:
 
 
 def verify_attn(
-    q: Array,
-    kv: Array,
-    *,
-    sm_scale: float,
-    mask: Array | None = None,
-    kv_len: Array | None = None,
-    d_latent: int = 512,
+    q: Array, kv: Array, *, sm_scale: float, mask: Array | None = None, kv_len: Array | None = None, d_latent: int = 512
 ) -> tuple[Array, Array]:
     """Attention of q [B, q_len, H, d] to kv [B, kv_len, d], whose first d_latent columns are also the values.
 

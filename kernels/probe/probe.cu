@@ -3,8 +3,8 @@
 //   d = a b^T    a [16, 16] bf16, b [8, 16] bf16, d [16, 8] float32, all row-major
 //
 // Work split: one warp. cp.async brings a and b to shared memory (LDGSTS in SASS), ldmatrix makes fragments of them
-// (LDSM), mma.sync multiplies (HMMA). Phase 0 builds it for every architecture, looks for the three in the machine code,
-// and runs it where there is a GPU.
+// (LDSM), mma.sync multiplies (HMMA). Phase 0 builds it for every architecture, looks for the three in the machine
+// code, and runs it where there is a GPU.
 
 #include "common/intrinsics.cuh"
 

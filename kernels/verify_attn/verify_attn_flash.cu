@@ -27,7 +27,10 @@
 //   54.1 %  the next step's query fragment fetched behind the present one's arithmetic, two steps unrolled; four steps
 //           give 53.7 %, one 50.7 %
 //   43-47 % 512 threads of 128 registers: half the shared-memory reuse, and spills; lost
-//   54.2 %  the weights of the value product fetched ahead as well: noise; left out
+//   51-54 % the value product's weights fetched ahead; the mask of the next tile fetched during the softmax; the
+//   groups'
+//           parts exchanged by halves; the rescaling skipped where every factor is 1: each noise or a loss, all left
+//           out
 
 #include "verify_attn/verify_attn.cuh"
 
@@ -192,11 +195,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   int stage = 0;  // the half of the ring that the next chunk to be used is in
   if (num_keys > 0) load_qk(shared.ring[0], 0, 0);
 
-  uint8_t mask_bytes[4 * kRowQuads];
-  load_mask(0, mask_bytes);
-  uint32_t visible = visible_bits(mask_bytes);
-
   for (int tile_key = 0; tile_key < num_keys; tile_key += kKeyTile) {
+    uint8_t mask_bytes[4 * kRowQuads];
+    load_mask(tile_key, mask_bytes);
+    const uint32_t visible = visible_bits(mask_bytes);
     float scores[kScoreRows][kScoreKeys];
 #pragma unroll
     for (int i = 0; i < kScoreRows; ++i) {
@@ -260,7 +262,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    load_mask(tile_key + kKeyTile, mask_bytes);  // of the next tile, while registers are free and there is time
     float4 p[kRowQuads];
     float tile_max = -INFINITY;
     bool hidden_not_finite = false;
@@ -297,7 +298,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       *reinterpret_cast<float4*>(&shared.scores[0][softmax_row][4 * (softmax_quad + kRowThreads * i)]) = p[i];
     }
     if (softmax_quad == 0) shared.row_scale[softmax_row] = rescale;
-    visible = visible_bits(mask_bytes);
     const bool skip_zero_weights = __syncthreads_or(hidden_not_finite);
 
 #pragma unroll
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
 
   float sum = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  constexpr int kInFlight = 8;
+  constexpr int kInFlight = 4;
   for (int first = warp; first < num_splits; first += num_warps * kInFlight) {
     float weights[kInFlight];
     float4 parts[kInFlight];
@@ -480,7 +480,7 @@ int launch_row_tile(const kdtree_verify_attn_args& args, void* stream) {
       launch(verify_attn_flash_kernel<kRows, kLatent, kRope>, grid, dim3(kThreads),
              sizeof(Shared<kRows, kLatent, kRope>), stream, args, plan.split_tokens, num_row_tiles, output);
   if (failed != 0 || plan.num_splits == 1) return failed;
-  const int64_t merge_warps = plan.num_splits < kMergeWarps ? plan.num_splits : kMergeWarps;
+  const int64_t merge_warps = plan.num_splits < 4 * kMergeWarps ? (plan.num_splits + 3) / 4 : kMergeWarps;
   return launch(verify_attn_flash_merge_kernel, dim3(static_cast<unsigned>(num_rows), kLatent / kMergeColumns),
                 dim3(static_cast<unsigned>(32 * merge_warps)), sizeof(MergeShared), stream, output,
                 static_cast<int>(plan.num_splits), num_rows, kLatent, args.out, args.lse);
