@@ -3,9 +3,9 @@
     step = verify_step(model, prefix, tokens, parents)        # prefix cache, tree mask, positions
     bundle.write("one.h5", to_bundle([step], name="one"))
 
-Recorded for every layer: the absorbed query, the latent key rows as they lie in the model's cache, and the input of the
-model's own `o_proj`. The model expands keys and values per head and never absorbs, so the last is an independent witness;
-a step whose absorbed attention disagrees with it is refused. torch and transformers are imported on first use.
+Recorded for every layer: the absorbed query, the latent key rows as they lie in the model's cache, and the input of
+the model's own `o_proj`. The model expands keys and values per head and never absorbs, so the last is an independent
+witness; a step whose absorbed attention disagrees with it is refused. torch and transformers are imported on first use.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from kdtree_engine.bundle import Array, Bundle, Drafter
 
 # Plain dense MLA. Relatives that select keys (DSA) or scale the query and latent after projection are not in the list,
-# because their attention is not a function of the query and the latent rows alone.
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
+# because their attention is not a function of the query and the latent rows alone. Kimi K2.x is a deepseek_v3.
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 # Only these take an additive tree mask; a flash implementation ignores it, a custom one may drop the causal mask.
 ATTENTION = ("eager", "sdpa")
-# Relative L2 distance of the absorbed attention from the model's own, by the model's dtype. Ten times what right captures
-# measure (float64 is bounded by the float32 softmax inside the model); a wrong layout, rotation or scale gives > 0.01.
+# Relative L2 distance of the absorbed attention from the model's own, by the model's dtype. Ten times what right
+# captures measure (float64 is bounded by the model's float32 softmax); a wrong layout, rotation or scale gives > 0.01.
 AGREEMENT = {"float64": 1e-6, "float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -50,7 +50,8 @@ class Attention:
 
     Attributes:
         q: absorbed and rotated queries [n, H, d_latent + d_rope].
-        kv: latent rows, the prefix in order and then the nodes [P + n, d_latent + d_rope].
+        kv: latent rows, the prefix in order and then the nodes [P + n, d_latent + d_rope]. Rotary pair j of both is
+            columns j and j + d_rope / 2 of the rope part, whichever way the model stores it.
         attn: input of the model's own `o_proj` [n, H * v].
     """
 
@@ -87,9 +88,7 @@ class VerifyStep:
     model_type: str
 
 
-def verify_step(
-    model: Any, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
-) -> VerifyStep:
+def verify_step(model: Any, prefix: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> VerifyStep:
     """Run one verify step of a transformers causal language model and record it.
 
     Args:
@@ -99,8 +98,8 @@ def verify_step(
         parents: for each node the index of its parent, which comes before it; -1 for the root.
 
     Raises:
-        CaptureError: the model is of an unknown kind or cache layout, a token or parent is out of range, or the absorbed
-            attention disagrees with the model's own.
+        CaptureError: the model is of an unknown kind or cache layout, a token or parent is out of range, or the
+            absorbed attention disagrees with the model's own.
     """
     import torch
     from transformers import DynamicCache
@@ -267,8 +266,8 @@ def to_bundle(
 def greedy_tree(model: Any, prefix: Sequence[int], root: int, num_nodes: int) -> tuple[list[int], list[int]]:
     """Make a tree that exercises acceptance without a drafter: tokens [num_nodes] and parents [num_nodes].
 
-    The model's own greedy continuation is the spine, and every spine node but the last also gets the second best token as a
-    sibling of its child: one path to accept, one branch to reject at every depth.
+    The model's own greedy continuation is the spine, and every spine node but the last also gets the second best token
+    as a sibling of its child: one path to accept, one branch to reject at every depth.
     """
     import torch
     from transformers import DynamicCache
@@ -280,12 +279,10 @@ def greedy_tree(model: Any, prefix: Sequence[int], root: int, num_nodes: int) ->
         while len(tokens) < num_nodes:
             logits = _forward(model, cache, input_ids=torch.tensor([step], device=model.device))
             best, second = logits[0, -1].topk(2).indices.tolist()
-            parents.append(spine)
-            tokens.append(best)
-            if len(tokens) < num_nodes:
-                parents.append(spine)
-                tokens.append(second)
-            spine = len(tokens) - 2 if tokens[-1] == second else len(tokens) - 1
+            children = [best, second][: num_nodes - len(tokens)]
+            parents += [spine] * len(children)
+            spine = len(tokens)
+            tokens += children
             step = [best]
     return tokens, parents
 
@@ -334,6 +331,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-prefix", type=int, default=4096, help="keep this many last tokens (default 4096)")
     parser.add_argument("--dtype", choices=sorted(AGREEMENT), default="float32", help="of the model (default float32)")
     parser.add_argument("--bytes", action="store_true", help="tokens are the bytes of the prompt, no tokenizer")
+    parser.add_argument(
+        "--model",
+        choices=("none", "tiny_model"),
+        default="none",
+        help="name under which the repository ships the weights; without them only T0 can be checked (default none)",
+    )
     args = parser.parse_args(argv)
     try:
         print(_capture_to(args))
@@ -357,15 +360,18 @@ def _capture_to(args: argparse.Namespace) -> Path:
     except OSError as error:
         raise CaptureError("--out", f"cannot make {args.out}: {error.strerror}; choose another folder") from error
     name = args.name or "".join(c if c.isascii() and c.isalnum() else "_" for c in args.prompt.stem.lower())
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model = load_model(args.model_dir, dtype=args.dtype)
     tokens = list(text.encode()) if args.bytes else _tokenize(args.model_dir, text)
     if not tokens:
         raise CaptureError("--prompt", f"{args.prompt} has no tokens; expected at least one, the root")
     *prefix, root = tokens[-args.max_prefix - 1 :]
     step = verify_step(model, prefix, *greedy_tree(model, prefix, root, args.nodes))
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     path: Path = args.out / f"{name}.h5"
-    bundle.write(path, to_bundle([step], name=name, provenance={"date": today, "dtype": args.dtype}))
+    bundle.write(path, to_bundle([step], name=name, model=args.model, provenance={"date": today, "dtype": args.dtype}))
     return path
 
 
@@ -375,7 +381,9 @@ def _tokenize(folder: Path, text: str) -> list[int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise CaptureError("MODEL_DIR", f"{folder} has no tokenizer; add one, or pass --bytes for a byte model") from error
+        raise CaptureError(
+            "MODEL_DIR", f"{folder} has no tokenizer; add one, or pass --bytes for a byte model"
+        ) from error
     return [int(token) for token in tokenizer(text)["input_ids"]]
 
 
@@ -388,7 +396,9 @@ def _forward(model: Any, cache: Any, **inputs: Any) -> Any:
 def _attentions(model: Any, config: Any) -> list[Any]:
     """The attention module of every layer, once they are known to be plain MLA."""
     if config.model_type not in MODEL_TYPES:
-        raise CaptureError("model", f"its model_type is {config.model_type!r}; expected one of {', '.join(MODEL_TYPES)}")
+        raise CaptureError(
+            "model", f"its model_type is {config.model_type!r}; expected one of {', '.join(MODEL_TYPES)}"
+        )
     if config._attn_implementation not in ATTENTION:
         raise CaptureError(
             "model",
@@ -400,7 +410,9 @@ def _attentions(model: Any, config: Any) -> list[Any]:
     for index, attention in enumerate(attentions):
         missing = [name for name in needed if not hasattr(attention, name)]
         if missing:
-            raise CaptureError("model", f"layer {index} has no {missing[0]}; this transformers release is not known; use 5.x")
+            raise CaptureError(
+                "model", f"layer {index} has no {missing[0]}; this transformers release is not known; use 5.x"
+            )
         if not attention.kv_b_proj.weight.is_floating_point():
             raise CaptureError("model", f"layer {index}: kv_b_proj is quantised; load it as bfloat16 or float32")
     scales = sorted({float(attention.scaling) for attention in attentions})
@@ -457,14 +469,19 @@ class _Recorder:
         """What the hooks saw, with the query absorbed in float64."""
         module = self._module
         if self._seen.get("rotation") is None:
-            raise CaptureError("model", "its attention gets no position_embeddings; this transformers release is not known")
+            raise CaptureError(
+                "model", "its attention gets no position_embeddings; this transformers release is not known"
+            )
         query = self._seen["query"][0].double()
         query = query.view(query.shape[0], -1, module.qk_nope_head_dim + module.qk_rope_head_dim)
         nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         up = _up_projection(module)[:, : module.qk_nope_head_dim]
         latent = (nope.transpose(0, 1) @ up).transpose(0, 1)
-        rotated = _rotate(rope, self._seen["rotation"], getattr(module.config, "rope_interleave", True))
+        rotation = self._seen["rotation"]
+        rotated = _rotate(rope, rotation, getattr(module.config, "rope_interleave", True))
         absorbed = np.concatenate([_numpy(latent), _numpy(rotated)], axis=-1)
+        if not isinstance(rotation, tuple):  # DeepseekV2 keeps the two of a pair side by side in its cache
+            kv = np.concatenate([kv[:, : module.kv_lora_rank], *_even_odd(kv[:, module.kv_lora_rank :])], axis=-1)
         return Attention(q=absorbed.astype(kv.dtype), kv=kv, attn=_numpy(self._seen["attn"][0]))
 
 
@@ -475,22 +492,28 @@ def _up_projection(module: Any) -> Any:
 
 
 def _rotate(rope: Any, rotation: Any, interleave: bool) -> Any:
-    """Rotate queries [n, H, d_rope] as the model rotates its keys, in the same storage order."""
+    """Rotate queries [n, H, d_rope] as the model rotates its keys; pairs end up as [first halves | second halves]."""
     import torch
 
-    if torch.is_tensor(rotation):  # DeepseekV2: complex factors; pairs stay neighbours
-        pairs = torch.view_as_complex(rope.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * rotation[0][:, None].to(pairs.dtype)).flatten(-2)
     half = rope.shape[-1] // 2
-    cos, sin = (part[0, :, None, :half].double() for part in rotation)
-    first, second = (rope[..., 0::2], rope[..., 1::2]) if interleave else (rope[..., :half], rope[..., half:])
+    if isinstance(rotation, tuple):
+        cos, sin = (part[0, :, None, :half].double() for part in rotation)
+        first, second = _even_odd(rope) if interleave else (rope[..., :half], rope[..., half:])
+    else:  # DeepseekV2: complex factors on neighbouring pairs
+        cos, sin = rotation[0, :, None].real.double(), rotation[0, :, None].imag.double()
+        first, second = _even_odd(rope)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _even_odd(pairs: Any) -> tuple[Any, Any]:
+    return pairs[..., 0::2], pairs[..., 1::2]
 
 
 def _latent_rows(cache: Any, index: int, num_keys: int, attention: Any) -> Array:
     """The layer's rows [latent | rotated rope key] as they lie in the model's cache."""
     layer = cache.layers[index] if index < len(getattr(cache, "layers", ())) else None
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    keys: Any = getattr(layer, "keys", None)
+    values: Any = getattr(layer, "values", None)
     shapes = [list(getattr(part, "shape", ())) for part in (keys, values)]
     wanted = [[1, 1, num_keys, attention.kv_lora_rank], [1, 1, num_keys, attention.qk_rope_head_dim]]
     if shapes != wanted:
@@ -517,8 +540,8 @@ def _check_agreement(step: VerifyStep, attentions: Sequence[Any], dtype: str) ->
         if not distance <= AGREEMENT[dtype]:
             raise CaptureError(
                 "model",
-                f"layer {index}: absorbed attention is {distance:.1e} (relative L2) from the model's own; expected at most "
-                f"{AGREEMENT[dtype]:.0e}; this {step.model_type} is not plain MLA as this release knows it",
+                f"layer {index}: absorbed attention is {distance:.1e} (relative L2) from the model's own; expected "
+                f"at most {AGREEMENT[dtype]:.0e}; this {step.model_type} is not plain MLA as this release knows it",
             )
 
 

@@ -7,6 +7,7 @@ Evidence is one JSON file per phase and place, `<phase>.<place>.json`. A gate ru
     phase        "phase1"
     place        "host", or a GPU's architecture as "sm_90"
     device       for people: "host" or the GPU's name; `driver` beside it where there is one
+    versions     of this package, Python, NumPy and h5py
     created      date of the run, as 2026-01-31
     digests      of what the run depends on: kernels, contract, oracle, bundles (name -> sha256)
     counts       tests passed, failed, skipped
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 SCHEMA = 2
 LOCAL = Path("build/evidence")
 RECORDS = Path("phases/records")
+_KEYS = ("phase", "place", "device", "created", "digests", "counts", "kernels", "covered", "worst", "tests")
 # Places that the status table always shows; others appear with their evidence.
 TARGETS = ("host", "sm_90", "sm_120")
 # Folders and files under kernels/ that a phase's kernels are made of. The host runtime counts for the host only.
@@ -126,6 +128,8 @@ def read(path: Path) -> dict[str, Any]:
         raise KdtreeError(f"{path.name}: not an evidence file ({error}); run the gate again") from error
     if schema != SCHEMA:
         raise KdtreeError(f"{path.name}: schema {schema}, expected {SCHEMA}; run the gate again")
+    if missing := [key for key in _KEYS if key not in evidence]:
+        raise KdtreeError(f"{path.name}: no {missing[0]} in it; run the gate again")
     return dict(evidence)
 
 
@@ -162,7 +166,7 @@ def judge(evidence: dict[str, Any], present: dict[str, Any]) -> tuple[str, str]:
 
 
 def statuses(root: Path) -> list[Status]:
-    """The state of every phase at every place, from local evidence and committed records; the better one counts."""
+    """The state of every phase at every place, from local evidence and committed records; `_RANK` says which counts."""
     found: dict[tuple[str, str], list[Path]] = {(phase, place): [] for phase in phases() for place in TARGETS}
     for path in [*sorted((root / LOCAL).glob("*.json")), *sorted((root / RECORDS).glob("*.json"))]:
         phase, _, place = path.stem.partition(".")
@@ -178,8 +182,8 @@ def statuses(root: Path) -> list[Status]:
     return rows
 
 
-# Failing sources outrank old successes; a proof for the very sources at hand outranks everything.
-_RANK = ("proven", "failing", "stale", "unproven")
+# A failure of the very sources at hand outranks a record of their success, that outranks any run of other sources.
+_RANK = ("failing", "proven", "stale", "unproven")
 
 
 def _status(phase: str, place: str, path: Path, present: dict[str, Any]) -> Status:

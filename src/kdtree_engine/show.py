@@ -68,16 +68,9 @@ def _expected(bundle: Bundle) -> dict[str, Any] | None:
     if bundle.expected is None:
         return None
     expected, counts = bundle.expected, {}
-    for dtype, budget in (
-        ("float32", expected.logit_budget),
-        ("bfloat16", expected.logit_budget_bfloat16),
-    ):
+    for dtype, budget in (("float32", expected.logit_budget), ("bfloat16", expected.logit_budget_bfloat16)):
         decided = int((expected.margin > 2 * budget).sum())
-        counts[dtype] = {
-            "budget": budget,
-            "decided": decided,
-            "undecided": len(expected.margin) - decided,
-        }
+        counts[dtype] = {"budget": budget, "decided": decided, "undecided": len(expected.margin) - decided}
     return {"min_margin": float(expected.margin.min()), **counts}
 
 

@@ -1,10 +1,12 @@
 """The compilers and disassemblers of this machine, and what they say about a kernel library.
 
     python -m kdtree_engine.toolchain             compilers, versions, architectures; 1 when one is missing or broken
-    python -m kdtree_engine.toolchain nvcc        the path of nvcc; 1 and nothing when there is none
+    python -m kdtree_engine.toolchain nvcc        the path of nvcc; nothing when there is none, 1 when it is broken
+    python -m kdtree_engine.toolchain wheels      whether the registry has an nvcc for this platform, yes or no
     python -m kdtree_engine.toolchain resources LIBRARY [--write FILE]   the resource table of a CUDA library
 
-nvcc is taken from CUDA_HOME, PATH, the usual prefix, else from the registry's wheels (dependency group `cuda`).
+nvcc is taken from CUDA_HOME, PATH, the usual prefix, else from the registry's wheels (dependency group `cuda`): the
+first that compiles an empty kernel for sm_90 and sm_120a. One that CUDA_HOME names has to.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 USUAL_PREFIX = Path("/usr/local/cuda")
+# What a library has machine code for, unless its build was told otherwise.
+ARCHS = ("sm_90", "sm_120a")
 # What an SM of sm_120 offers a block; kernels keep to it everywhere.
 MAX_SHARED_BYTES = 101_376
 
@@ -89,35 +94,52 @@ def _answer(command: Sequence[str | Path], remedy: str) -> str:
         raise ToolchainError(f"{command[0]} cannot be run ({error}); {remedy}") from error
     if result.returncode != 0:
         lines = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
-        raise ToolchainError(f"{command[0]} fails with status {result.returncode} ({lines[0]}); {remedy}")
+        said = next((line for line in lines if "error" in line or "fatal" in line), lines[0])
+        raise ToolchainError(f"{command[0]} fails with status {result.returncode} ({said.strip()}); {remedy}")
     return result.stdout
 
 
-def _cuda_tool(program: str, remedy: str) -> Tool | None:
-    for source, path in _candidates(program):
-        if path.is_file():
-            text = _answer([path, "--version"], remedy)
-            version = re.search(r"V(\d+\.\d+\.\d+)", text)
-            if version is None:
-                raise ToolchainError(f"{path} does not say a version; {remedy}")
-            return Tool(program, path, version[1], source)
-        if source == "CUDA_HOME":
-            raise ToolchainError(f"CUDA_HOME is {path.parent.parent}, which has no bin/{program}; correct or unset it")
-    return None
+@cache
+def _working_nvcc(path: Path, source: str) -> Tool:
+    remedy = "install CUDA 12.8 or newer and a host compiler that it knows, or this project's dependency group `cuda`"
+    version = re.search(r"V(\d+\.\d+\.\d+)", _answer([path, "--version"], remedy))
+    if version is None:
+        raise ToolchainError(f"{path} does not say a version; {remedy}")
+    # Too old an nvcc, or too new a host compiler, shows only when something is compiled.
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder, "empty.cu")
+        empty.write_text("__global__ void empty_kernel() {}\n")
+        gencode = [f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in ARCHS]
+        _answer([path, "-std=c++20", *gencode, "-c", empty, "-o", empty.with_suffix(".o")], remedy)
+    return Tool("nvcc", path, version[1], source)
 
 
 def find_nvcc() -> Tool | None:
-    """nvcc of CUDA_HOME, PATH, the usual prefix or the wheels; None when there is none.
+    """The first working nvcc of CUDA_HOME, PATH, the usual prefix and the wheels; None when there is none at all.
 
     Raises:
-        ToolchainError: CUDA_HOME points nowhere, or the nvcc found does not run.
+        ToolchainError: the nvcc of CUDA_HOME is missing or broken, or there are others and all are broken.
     """
-    return _cuda_tool("nvcc", "reinstall the CUDA toolkit, or install this project's dependency group `cuda`")
+    problem: ToolchainError | None = None
+    for source, path in _candidates("nvcc"):
+        if not path.is_file():
+            if source == "CUDA_HOME":
+                raise ToolchainError(f"CUDA_HOME is {path.parent.parent}, which has no bin/nvcc; correct or unset it")
+            continue
+        try:
+            return _working_nvcc(path, source)
+        except ToolchainError as error:
+            if source == "CUDA_HOME":
+                raise
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None
 
 
 def find_disassembler(program: str = "cuobjdump") -> Tool:
     """cuobjdump or nvdisasm; ToolchainError when missing. A toolkit without them leaves it to the wheels."""
-    remedy = "install this project's dependency group `sass`"
+    remedy = "install this project's dependency group `cuda`"
     for source, path in _candidates(program):
         if path.is_file():
             version = re.search(r"V(\d+\.\d+\.\d+)", _answer([path, "--version"], remedy))
@@ -135,10 +157,10 @@ def find_cxx() -> Tool:
     wanted = os.environ.get("CXX")
     for name in [wanted] if wanted else ["g++", "clang++"]:
         if path := shutil.which(name):
-            version = _answer([path, "-dumpfullversion"], remedy).strip()
+            version = re.search(r"\d+\.\d+(\.\d+)?", _answer([path, "--version"], remedy))
             command = [path, "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
             _answer(command, "it needs C++20; " + remedy)
-            return Tool(Path(name).name, Path(path), version, "CXX" if wanted else "PATH")
+            return Tool(Path(name).name, Path(path), version[0] if version else "unknown", "CXX" if wanted else "PATH")
     raise ToolchainError(f"no C++ compiler: {wanted or 'g++ and clang++'} not on PATH; {remedy}")
 
 
@@ -150,11 +172,13 @@ def wheels_exist() -> bool:
 @cache
 def sass(library: Path, arch: str) -> dict[str, list[str]]:
     """Machine instructions per kernel of a CUDA library, for one architecture as "sm_120a"."""
-    text = _answer([find_disassembler().path, "--dump-sass", "--gpu-architecture", arch, library], "rebuild the library")
+    command: list[str | Path] = [find_disassembler().path, "--dump-sass", "--gpu-architecture", arch, library]
+    text = _answer(command, "rebuild the library")
     functions = {}
     for part in text.split("Function : ")[1:]:
         symbol, _, body = part.partition("\n")
-        functions[kernel_name(symbol.strip())] = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", body)
+        opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", body)
+        functions[kernel_name(symbol.strip())] = opcodes
     return functions
 
 
@@ -233,13 +257,14 @@ def _report(as_json: bool) -> int:
         if tool is not None:
             tools.append(tool)
         else:
-            problems.append("no nvcc: CUDA kernels are not built; install the CUDA toolkit or the dependency group `cuda`")
+            problems.append("no nvcc: no CUDA kernel is built; install the CUDA toolkit or the dependency group `cuda`")
     if as_json:
         rows = [{**asdict(tool), "path": str(tool.path)} for tool in tools]
-        print(json.dumps({"tools": rows, "problems": problems}, indent=1))
+        print(json.dumps({"tools": rows, "archs": ARCHS, "problems": problems}, indent=1))
     else:
         for tool in tools:
-            print(f"{tool.name:<10} {tool.version:<10} {tool.path} ({tool.source})")
+            archs = f", compiles for {' '.join(ARCHS)}" if tool.name == "nvcc" else ""
+            print(f"{tool.name:<10} {tool.version:<10} {tool.path} ({tool.source}){archs}")
         for problem in problems:
             print(problem, file=sys.stderr)
     return 1 if problems else 0
@@ -247,10 +272,10 @@ def _report(as_json: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line of this module."""
-    parser = argparse.ArgumentParser(prog="python -m kdtree_engine.toolchain", description="The compilers of this machine.")
+    parser = argparse.ArgumentParser("python -m kdtree_engine.toolchain", description="The compilers of this machine.")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("nvcc", help="print the path of nvcc")
+    commands.add_parser("nvcc", help="print the path of nvcc, or nothing")
     commands.add_parser("wheels", help="print yes when the registry has CUDA wheels for this platform")
     table = commands.add_parser("resources", help="print the resource table of a CUDA library")
     table.add_argument("library", type=Path)
@@ -261,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nvcc = find_nvcc()
             if nvcc is not None:
                 print(nvcc.path)
-            return 0 if nvcc else 1
+            return 0
         if arguments.command == "wheels":
             print("yes" if wheels_exist() else "no")
             return 0
@@ -275,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _resources(library: Path, write: Path | None) -> int:
     from kdtree_engine._native import library as load
+    from kdtree_engine.bundle import replace_file
 
     nvcc = find_nvcc()
     shared_bytes = {info.name: info.shared_bytes for info in load(library).kernels}
@@ -283,7 +309,7 @@ def _resources(library: Path, write: Path | None) -> int:
     if write is None:
         print(text, end="")
     else:
-        write.write_text(text)
+        replace_file(write, text.encode())
     problems = excesses(table, shared_bytes)
     for problem in problems:
         print(problem, file=sys.stderr)
