@@ -1,0 +1,103 @@
+"""Phase 1 on the host: the same bits in any thread order, with early or late copies, sanitised and race-checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kdtree_engine import library, verify_attn
+from kdtree_engine import bundle as bundles
+from phases import host_build
+from phases.conftest import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kdtree_engine.bundle import Bundle
+    from phases.places import Place
+
+    Evidence = Callable[..., None]
+
+ORDERS = ["forward", "reverse", "random:1", "random:20260601"]
+
+
+@cache
+def variant(name: host_build.Variant) -> Path:
+    """The kernels of this phase in a build variant."""
+    kernels = ROOT / "kernels"
+    return host_build.library([*sorted((kernels / "verify_attn").glob("*.cu")), kernels / "capi.cu"], name)
+
+
+def inputs(bundle: Bundle) -> dict[str, Any]:
+    return {**bundle.dense(0, math.nan), "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
+
+
+def digest(kernel: str, path: Path, given: dict[str, Any]) -> str:
+    """What a library's kernel makes of the inputs, as a hash of its bits."""
+    out, lse = verify_attn(**given, kernel=kernel, split_tokens=128, library=library(path))
+    return hashlib.sha256(np.ascontiguousarray(out).tobytes() + np.ascontiguousarray(lse).tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("asynchrony", ["lazy", "eager"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_and_copies(
+    place: Place,
+    kernel_name: str,
+    bundle: Bundle,
+    order: str,
+    asynchrony: str,
+    evidence: Evidence,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = digest(kernel_name, place.library.path, inputs(bundle))
+    monkeypatch.setenv("KDTREE_SIMT_ORDER", order)
+    monkeypatch.setenv("KDTREE_SIMT_ASYNC", asynchrony)
+    assert digest(kernel_name, place.library.path, inputs(bundle)) == plain
+    evidence(kernel=kernel_name, bundle=bundle.name)
+
+
+@pytest.mark.parametrize("asynchrony", ["lazy", "eager"])
+def test_race_checker_is_silent(
+    place: Place,
+    kernel_name: str,
+    bundle: Bundle,
+    asynchrony: str,
+    evidence: Evidence,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A race would fail the launch with the two source lines."""
+    monkeypatch.setenv("KDTREE_SIMT_ASYNC", asynchrony)
+    plain = digest(kernel_name, place.library.path, inputs(bundle))
+    assert digest(kernel_name, variant("race"), inputs(bundle)) == plain
+    evidence(kernel=kernel_name, bundle=bundle.name)
+
+
+def test_sanitizers_are_silent(
+    place: Place, kernel_name: str, bundle: Bundle, bundle_path: Path, evidence: Evidence
+) -> None:
+    """AddressSanitizer and UndefinedBehaviorSanitizer in a process of their own; either ends it with a report."""
+    command = [sys.executable, "-m", "phases.phase1.test_host_variants", kernel_name, str(variant("asan")), str(bundle_path)]
+    result = subprocess.run(
+        command, env=host_build.asan_environment(os.environ), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert json.loads(result.stdout) == digest(kernel_name, place.library.path, inputs(bundle))
+    evidence(kernel=kernel_name, bundle=bundle.name)
+
+
+if __name__ == "__main__":
+    kernel_argument, library_argument, bundle_argument = sys.argv[1:]
+    from pathlib import Path
+
+    result = digest(kernel_argument, Path(library_argument), inputs(bundles.read(bundle_argument)))
+    json.dump(result, sys.stdout)

@@ -1,0 +1,1 @@
+"""The tiny byte-level MLA model and its block drafter: training, loading, decoding."""
