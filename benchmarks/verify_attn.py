@@ -1,16 +1,17 @@
 """Times the kernels of op verify_attn: `python -m benchmarks.verify_attn [--json FILE]`.
 
-Every timed kernel is first compared with a float64 reference on the same inputs; a wrong one gets no time. On a GPU the
-launches of one point go into a CUDA graph, over as many input sets as it takes to read 260 MB before one repeats (so
-that no input is in L2), outputs are poisoned with NaN first, and the figure is the median replay. The ceiling of float32
-arithmetic is measured in the same run. Without a GPU the host build is timed against itself: that says nothing about a
-GPU, and the output says so.
+Every timed kernel is first compared with a float64 reference on the same inputs; a wrong one gets no time. On a GPU
+the launches of one point go into a CUDA graph, over as many input sets as it takes to read 260 MB before one repeats
+(so that no input is in L2), outputs are poisoned with NaN first, and the figure is the median replay. The ceiling of
+float32 arithmetic is measured in the same run. Without a GPU the host build is timed against itself: that says nothing
+about a GPU, and the output says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import datetime
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from kdtree_engine import library, verify_attn
+from kdtree_engine.evidence import checkout, digests
 
 SM_SCALE = 192**-0.5
 D_LATENT, D_QK = 512, 576
@@ -54,7 +56,7 @@ class Point:
         return f"{self.batch},{self.q_len},{self.num_heads},{self.kv_len}"
 
 
-POINTS = (
+POINTS: tuple[Point, ...] = (
     Point(1, 1, 16, 8192),
     Point(1, 8, 8, 32768),
     Point(4, 8, 16, 1024),
@@ -62,7 +64,7 @@ POINTS = (
     Point(2, 64, 64, 8192),
     Point(4, 64, 64, 32768),
 )
-HOST_POINTS = (Point(1, 8, 8, 256), Point(2, 4, 16, 320))
+HOST_POINTS: tuple[Point, ...] = (Point(1, 8, 8, 256), Point(2, 4, 16, 320))
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ def time_host(point: Point, kernels: list[str]) -> list[Row]:
 
 def _row(point: Point, kernel: str, seconds: list[float], rel_l2: float) -> Row:
     if not rel_l2 <= 1e-5:
-        raise SystemExit(f"{kernel} at {point}: relative L2 error {rel_l2:.2e} against float64; a wrong result is not timed")
+        raise SystemExit(
+            f"{kernel} at {point}: relative L2 error {rel_l2:.2e} against float64; a wrong result is not timed"
+        )
     median = statistics.median(seconds)
     spread = (max(seconds) - min(seconds)) / median
     return Row(str(point), kernel, median * 1e6, spread, point.flops / median / 1e12, rel_l2)
@@ -207,17 +211,21 @@ def summarise(rows: list[Row], baseline: str, peak: float | None) -> list[str]:
         for row in kernels.values():
             ratio = kernels[baseline].microseconds / row.microseconds
             ratios.setdefault(row.kernel, []).append(ratio)
-            line = f"{point:>16}  {row.kernel:<20} {row.microseconds:10.1f} {row.spread:7.1%} {row.tflops:8.3f} {row.rel_l2:8.1e} {ratio:10.2f}"
+            line = f"{point:>16}  {row.kernel:<20} {row.microseconds:10.1f} {row.spread:7.1%}"
+            line += f" {row.tflops:8.3f} {row.rel_l2:8.1e} {ratio:10.2f}"
             lines.append(line + (f" {row.tflops / peak:11.1%}" if peak else ""))
     for kernel, values in ratios.items():
         if kernel != baseline:
-            lines.append(f"{kernel}: {math.exp(statistics.fmean(map(math.log, values))):.2f} x {baseline}, geometric mean of {len(values)} points")
+            mean = statistics.geometric_mean(values)
+            lines.append(f"{kernel}: {mean:.2f} x {baseline}, geometric mean of {len(values)} points")
     return lines
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.verify_attn", description=__doc__.split("\n")[0])
-    parser.add_argument("--point", action="append", metavar="B,q,H,kv", help="a shape; repeatable; default: the six of the plan")
+    parser.add_argument(
+        "--point", action="append", metavar="B,q,H,kv", help="a shape; repeatable; default: the six of the plan"
+    )
     parser.add_argument("--kernel", action="append", help="a kernel; repeatable; default: all of the op")
     parser.add_argument("--replays", type=int, default=15, help="timed graph replays a point on a GPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
@@ -248,7 +256,14 @@ def main(argv: list[str] | None = None) -> int:
         rows += time_cuda(point, kernels, arguments.replays) if on_gpu else time_host(point, kernels)
     print("\n".join(summarise(rows, kernels[0], peak)))
     if arguments.json:
-        result = {"device": device, "fma_peak_tflops": peak, "rows": [asdict(row) for row in rows]}
+        result = {
+            "device": device,
+            "created": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "kernels_digest": digests(checkout(), "phase1", "benchmark")["kernels"],
+            "versions": {"torch": torch.__version__, "cuda": torch.version.cuda} if on_gpu else {},
+            "fma_peak_tflops": peak,
+            "rows": [asdict(row) for row in rows],
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

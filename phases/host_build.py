@@ -121,9 +121,7 @@ def runtime_objects(extra_flags: Sequence[str] = ()) -> list[Path]:
     return [compile_object(source, "plain", extra_flags) for source in sources]
 
 
-def library(
-    sources: Sequence[Path], variant: Variant = "plain", runtime_flags: Sequence[str] = ()
-) -> Path:
+def library(sources: Sequence[Path], variant: Variant = "plain", runtime_flags: Sequence[str] = ()) -> Path:
     """A shared library of kernel sources in one variant, with the runtime.
 
     Raises:

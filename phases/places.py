@@ -73,7 +73,9 @@ class Place:
         **arguments: Any,
     ) -> tuple[Array, Array]:
         """`kdtree_engine.verify_attn` from NumPy to NumPy."""
-        tensors = {name: None if given is None else self.tensor(given) for name, given in (("mask", mask), ("kv_len", kv_len))}
+        tensors: dict[str, Any] = {
+            name: None if given is None else self.tensor(given) for name, given in (("mask", mask), ("kv_len", kv_len))
+        }
         out, lse = verify_attn(
             self.tensor(q), self.tensor(kv), kernel=kernel, library=self.library, **tensors, **arguments
         )

@@ -145,10 +145,7 @@ def check_mma(runner: Runner) -> None:
     a, b, c = (rng.integers(-8, 8, shape) for shape in [(16, 16), (16, 8), (16, 8)])
 
     def fragment(matrix: NDArray[Any], operand: str, register: int) -> NDArray[np.uint32]:
-        halves = [
-            bf16_bits(matrix[mma_coordinates(operand, 2 * register + i)].astype(np.float32))
-            for i in (0, 1)
-        ]
+        halves = [bf16_bits(matrix[mma_coordinates(operand, 2 * register + i)].astype(np.float32)) for i in (0, 1)]
         return pack(*halves)
 
     registers = [fragment(a, "a", i) for i in range(4)] + [fragment(b, "b", i) for i in range(2)]
@@ -156,9 +153,7 @@ def check_mma(runner: Runner) -> None:
     out = runner.run("mma", np.stack(registers, axis=1), c_fragments.astype(np.float32), (32, 4))
     expected = c + a @ b
     for i in range(4):
-        np.testing.assert_array_equal(
-            out.view(np.float32)[:, i], expected[mma_coordinates("c", i)], err_msg=f"c{i}"
-        )
+        np.testing.assert_array_equal(out.view(np.float32)[:, i], expected[mma_coordinates("c", i)], err_msg=f"c{i}")
 
 
 def _check_ldmatrix(runner: Runner, name: str, matrices: int, transposed: bool) -> None:
@@ -201,16 +196,12 @@ def check_shuffles(runner: Runner) -> None:
         sources = {
             "idx": first + operands % width,
             "xor": np.where((LANES ^ operands) <= last, LANES ^ operands, LANES),
-            "up": np.where(
-                LANES - operands.astype(int) >= first, LANES - operands.astype(int), LANES
-            ),
+            "up": np.where(LANES - operands.astype(int) >= first, LANES - operands.astype(int), LANES),
             "down": np.where(LANES + operands <= last, LANES + operands, LANES),
         }
         out = runner.run("shuffles", values, operands, (4, 32), width)
         for row, (form, source) in zip(out, sources.items(), strict=True):
-            np.testing.assert_array_equal(
-                row, values[source.astype(int)], err_msg=f"{form}, width {width}"
-            )
+            np.testing.assert_array_equal(row, values[source.astype(int)], err_msg=f"{form}, width {width}")
 
 
 def check_votes(runner: Runner) -> None:
@@ -310,7 +301,5 @@ def check_bf16(runner: Runner) -> None:
 
 
 CHECKS: dict[str, Callable[[Runner], None]] = {
-    name.removeprefix("check_"): check
-    for name, check in list(globals().items())
-    if name.startswith("check_")
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

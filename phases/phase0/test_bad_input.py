@@ -32,9 +32,9 @@ def arguments(batch: int = 2, q_len: int = 3, num_heads: int = 4, kv_len: int = 
     }
 
 
-def refused(argument: str, *words: str, kernel: str = "verify_attn_flash", **changes: Any) -> None:
+def refused(argument: str, *words: str, **changes: Any) -> None:
     with pytest.raises(KernelError) as raised:
-        verify_attn(**(arguments() | changes), kernel=kernel)
+        verify_attn(**(arguments() | changes))
     message = str(raised.value)
     assert raised.value.argument == argument, message
     assert "\n" not in message

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT / "phases")
+    monkeypatch.chdir(ROOT)
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

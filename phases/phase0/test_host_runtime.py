@@ -127,9 +127,7 @@ def test_fault_is_reported(name: str, faults: Runner) -> None:
     inputs = np.zeros(128, np.uint32)
     with pytest.raises(ConformanceError, match=FAULTS[name]) as caught:
         faults.run(name, inputs, inputs, (128,), 16)
-    assert re.match(
-        rf"(kdtree::conformance::)?{name}, block \(0, 0, 0\), thread \d+: ", str(caught.value)
-    )
+    assert re.match(rf"(kdtree::conformance::)?{name}, block \(0, 0, 0\), thread \d+: ", str(caught.value))
     assert "\n" not in str(caught.value)
 
 
@@ -157,9 +155,7 @@ def test_runtime_works_after_a_fault(checks: Runner, faults: Runner) -> None:
 
 
 def test_more_shared_memory_than_sm_120_has_is_refused(faults: Runner) -> None:
-    with pytest.raises(
-        ConformanceError, match="needs 101377 bytes of shared memory, sm_120 offers 101376"
-    ):
+    with pytest.raises(ConformanceError, match="needs 101377 bytes of shared memory, sm_120 offers 101376"):
         faults.run("fresh_shared", NOTHING, NOTHING, (1,), 101_377)
 
 
@@ -172,9 +168,7 @@ def test_more_shared_memory_than_sm_120_has_is_refused(faults: Runner) -> None:
         ("KDTREE_SIMT_THREADS", "0"),
     ],
 )
-def test_bad_setting_is_refused(
-    variable: str, value: str, checks: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_setting_is_refused(variable: str, value: str, checks: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConformanceError, match=f"{variable} must be"):
         CHECKS["votes"](checks)
@@ -182,9 +176,7 @@ def test_bad_setting_is_refused(
 
 def test_static_shared_memory_does_not_compile(tmp_path: Path) -> None:
     source = tmp_path / "static_shared.cu"
-    source.write_text(
-        '#include "common/intrinsics.cuh"\n__global__ void kernel() { __shared__ float x[4]; }\n'
-    )
+    source.write_text('#include "common/intrinsics.cuh"\n__global__ void kernel() { __shared__ float x[4]; }\n')
     with pytest.raises(host_build.HostBuildError, match="__shared__"):
         host_build.compile_object(source, "plain")
 

@@ -224,16 +224,14 @@ def test_clean_kernels_pass_the_sanitizers(clean: pipeline.Outputs, tmp_path: Pa
 @pytest.mark.parametrize("bug", [name for name, bug in BUGS.items() if bug.race])
 def test_race_checker_finds(bug: str) -> None:
     library, lines = build(bug, "race")
-    with pytest.raises(
-        pipeline.PipelineError, match=r"race at byte .* no barrier between them"
-    ) as caught:
+    with pytest.raises(pipeline.PipelineError, match=r"race at byte .* no barrier between them") as caught:
         pipeline.run(library)
     named = [int(number) for number in re.findall(rf"{bug}/pipeline.cu:(\d+)", str(caught.value))]
     assert len(named) == 2, caught.value
     first, second = (numbers_of(text, lines) for text in BUGS[bug].race)
-    assert (named[0] in first and named[1] in second) or (
-        named[1] in first and named[0] in second
-    ), f"{caught.value}: {[lines[number - 1] for number in named]}"
+    assert (named[0] in first and named[1] in second) or (named[1] in first and named[0] in second), (
+        f"{caught.value}: {[lines[number - 1] for number in named]}"
+    )
 
 
 @pytest.mark.usefixtures("order", "copies")
@@ -258,10 +256,7 @@ def test_numbers_show(bug: str, copies: str, clean: pipeline.Outputs) -> None:
     if copies in BUGS[bug].missed:
         assert_same_bits(actual, clean)
     else:
-        assert any(
-            not np.allclose(ours, theirs, rtol=0, atol=1e-2)
-            for ours, theirs in zip(actual, clean, strict=True)
-        )
+        assert any(not np.allclose(ours, theirs, rtol=0, atol=1e-2) for ours, theirs in zip(actual, clean, strict=True))
 
 
 @pytest.mark.parametrize("bug", [name for name, bug in BUGS.items() if bug.asan])

@@ -6,6 +6,7 @@ Every phase 1 kernel, once, on every bundle's first layer and on small shapes of
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from kdtree_engine import bundle as bundles
 from phases.conftest import BUNDLES
@@ -28,8 +29,8 @@ def main() -> None:
     for info in place.kernels(1):
         for path in bundles.find(BUNDLES):
             bundle = bundles.read(path)
-            inputs = {**bundle.dense(0, math.nan), "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
-            place.verify_attn(info.name, **inputs)
+            inputs: dict[str, Any] = bundle.dense(0, math.nan)
+            place.verify_attn(info.name, **inputs, sm_scale=bundle.sm_scale, d_latent=bundle.d_latent)
             calls += 1
         for case in CASES:
             place.verify_attn(info.name, **case.inputs(), split_tokens=case.split_tokens)

@@ -37,7 +37,7 @@ def random(*shape: int, seed: int = 0) -> Any:
 
 def test_agrees_with_the_host(place: Place, kernel_name: str, bundle: Bundle, evidence: Evidence) -> None:
     """Both are within the tolerance of the oracle, so within twice of it of each other; the difference is recorded."""
-    inputs = {**bundle.dense(0, math.nan), "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
+    inputs: dict[str, Any] = {**bundle.dense(0, math.nan), "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
     out, lse = place.verify_attn(kernel_name, **inputs)
     host_out, host_lse = Place("host").verify_attn(kernel_name, **inputs)
     outs, lses = compare(out, host_out, name="out"), compare(lse, host_lse, name="lse")
@@ -55,13 +55,13 @@ def test_agrees_with_the_host(place: Place, kernel_name: str, bundle: Bundle, ev
 
 def test_graph_follows_the_device(kernel_name: str, place: Place, evidence: Evidence) -> None:
     """A captured call reads q, kv, mask and kv_len anew at every replay, and runs without a host in between."""
-    tensors = {
+    tensors: dict[str, Any] = {
         "q": random(3, 9, 8, 576),
         "kv": random(3, 700, 576),
         "mask": torch.ones(3, 9, 700, dtype=torch.uint8, device="cuda"),
         "kv_len": torch.full((3,), 700, dtype=torch.int32, device="cuda"),
     }
-    options = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
+    options: dict[str, Any] = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
     verify_attn(**tensors, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -81,7 +81,7 @@ def test_graph_follows_the_device(kernel_name: str, place: Place, evidence: Evid
 def test_runs_on_the_current_stream(kernel_name: str, place: Place, evidence: Evidence) -> None:
     """Work queued before the call on its stream is done before it, work queued after waits for it."""
     q, kv = random(2, 9, 8, 576), random(2, 3000, 576)
-    options = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
+    options: dict[str, Any] = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
     expected, _ = verify_attn(q, kv * 2, **options)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -105,7 +105,7 @@ def test_query_side_beyond_32_bits(kernel_name: str, place: Place, evidence: Evi
     assert q.numel() > 2**31
     q[-1] = random(q_len, num_heads, 576)
     kv = random(batch, 5, 576)
-    options = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
+    options: dict[str, Any] = {"sm_scale": 0.1, "kernel": kernel_name, "library": place.library}
     out, lse = verify_attn(q, kv, **options)
     alone_out, alone_lse = verify_attn(q[-1:].clone(), kv[-1:].clone(), **options)
     assert torch.equal(out[-1:], alone_out)
@@ -121,7 +121,7 @@ def test_cache_side_beyond_32_bits(kernel_name: str, place: Place, evidence: Evi
     assert kv.numel() > 2**31
     kv[-1] = random(kv_len, 576)
     q = random(batch, 2, 4, 576)
-    options = {"sm_scale": 0.05, "kernel": kernel_name, "library": place.library}
+    options: dict[str, Any] = {"sm_scale": 0.05, "kernel": kernel_name, "library": place.library}
     out, lse = verify_attn(q, kv, **options)
     alone_out, alone_lse = verify_attn(q[-1:].clone(), kv[-1:].clone(), **options)
     assert torch.equal(out[-1:], alone_out)
@@ -137,7 +137,7 @@ def test_split_workspace_beyond_32_bits(place: Place, evidence: Evidence) -> Non
     """Partial results of more than 2^31 bytes are addressed rightly."""
     batch, q_len, num_heads, kv_len = 4, 64, 64, 8192
     q, kv = random(batch, q_len, num_heads, 576), random(batch, kv_len, 576)
-    options = {"sm_scale": 0.1, "kernel": "verify_attn_flash", "library": place.library, "split_tokens": 64}
+    options: dict[str, Any] = {"sm_scale": 0.1, "library": place.library, "split_tokens": 64}
     out, lse = verify_attn(q, kv, **options)
     alone_out, alone_lse = verify_attn(q[-1:].clone(), kv[-1:].clone(), **options)
     assert torch.equal(out[-1:], alone_out)
@@ -159,8 +159,14 @@ def test_split_workspace_beyond_32_bits(place: Place, evidence: Evidence) -> Non
         ("kv", lambda t: t.cpu().numpy(), "numpy"),
     ],
 )
-def test_wrong_tensor(place: Place, argument: str, change: Callable[[Any], Any], words: str, evidence: Evidence) -> None:
-    tensors = {"q": random(2, 3, 4, 576), "kv": random(2, 70, 576), "mask": torch.ones(2, 3, 70, dtype=torch.uint8, device="cuda")}
+def test_wrong_tensor(
+    place: Place, argument: str, change: Callable[[Any], Any], words: str, evidence: Evidence
+) -> None:
+    tensors: dict[str, Any] = {
+        "q": random(2, 3, 4, 576),
+        "kv": random(2, 70, 576),
+        "mask": torch.ones(2, 3, 70, dtype=torch.uint8, device="cuda"),
+    }
     tensors[argument] = change(tensors[argument])
     with pytest.raises(KernelError) as raised:
         verify_attn(**tensors, sm_scale=0.1, library=None if argument == "q" else place.library)

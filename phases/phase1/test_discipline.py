@@ -45,9 +45,7 @@ def test_twice_is_bit_equal(place: Place, kernel_name: str, bundle: Bundle, evid
 
 
 @pytest.mark.parametrize("poison", [math.nan, 1e30, math.inf], ids=["nan", "1e30", "inf"])
-def test_poison_is_not_read(
-    place: Place, kernel_name: str, bundle: Bundle, poison: float, evidence: Evidence
-) -> None:
+def test_poison_is_not_read(place: Place, kernel_name: str, bundle: Bundle, poison: float, evidence: Evidence) -> None:
     """NaN spreads through arithmetic, 1e30 through a maximum that drops NaN, inf through 0 * inf."""
     clean = place.verify_attn(kernel_name, **dense(bundle, 0.0))
     assert_same_bits(place.verify_attn(kernel_name, **dense(bundle, poison)), clean)
@@ -98,26 +96,20 @@ def test_only_the_outputs_are_written(place: Place, kernel_name: str, bundle: Bu
         assert (whole[:band] == GUARD).all()
         assert (whole[band + size :] == GUARD).all()
         assert (whole[band : band + size] != GUARD).all()
-    assert_same_bits(
-        (place.array(out), place.array(lse)), place.verify_attn(kernel_name, **inputs)
-    )
+    assert_same_bits((place.array(out), place.array(lse)), place.verify_attn(kernel_name, **inputs))
     for name, tensor in given.items():
         np.testing.assert_array_equal(place.array(tensor), inputs[name], err_msg=name)
     evidence(kernel=kernel_name, bundle=bundle.name)
 
 
-def test_alone_is_bit_equal_to_in_the_batch(
-    place: Place, kernel_name: str, bundle: Bundle, evidence: Evidence
-) -> None:
+def test_alone_is_bit_equal_to_in_the_batch(place: Place, kernel_name: str, bundle: Bundle, evidence: Evidence) -> None:
     """A request keeps its bits in any company: alone, and among copies of the whole batch in another order."""
     inputs = dense(bundle, math.nan)
     together = place.verify_attn(kernel_name, **inputs)
     per_request = ("q", "kv", "mask", "kv_len")
     for b in range(bundle.batch):
         alone = inputs | {name: inputs[name][b : b + 1] for name in per_request}
-        assert_same_bits(
-            place.verify_attn(kernel_name, **alone), (together[0][b : b + 1], together[1][b : b + 1])
-        )
+        assert_same_bits(place.verify_attn(kernel_name, **alone), (together[0][b : b + 1], together[1][b : b + 1]))
     order = np.arange(bundle.batch).repeat(2)[::-1]
     crowd = inputs | {name: inputs[name][order] for name in per_request}
     assert_same_bits(place.verify_attn(kernel_name, **crowd), (together[0][order], together[1][order]))

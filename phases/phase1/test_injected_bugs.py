@@ -1,8 +1,8 @@
 """Phase 1 on the host: verify_attn_flash with a bug put in, each caught by the tool named for it.
 
-The bugs are substitutions in a copy of the kernel's source. A pattern that no longer occurs exactly once fails its test,
-so the list follows the kernel. "race" and "asan" run that variant of the build; "numbers" compares with the oracle, with
-NaN in what must not count.
+The bugs are substitutions in a copy of the kernel's source. A pattern that no longer occurs exactly once fails its
+test, so the list follows the kernel. "race" and "asan" run that variant of the build; "numbers" compares with the
+oracle, with NaN in what must not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ class Bug:
 
 BUGS = [
     # The chunks of a tile are odd in number, so a fixed half is right in every other tile: a bug this kernel once had.
-    Bug("ring_half_fixed", "race", "load_qk(shared.ring[stage ^ 1], tile_key + kKeyTile", "load_qk(shared.ring[0], tile_key + kKeyTile"),
+    Bug(
+        "ring_half_fixed",
+        "race",
+        "load_qk(shared.ring[stage ^ 1], tile_key + kKeyTile",
+        "load_qk(shared.ring[0], tile_key + kKeyTile",
+    ),
     Bug("ring_half_kept", "numbers", "kRows * kChunkPitch;\n      stage ^= 1;", "kRows * kChunkPitch;"),
     Bug("no_barrier_at_a_chunk", "race", "__syncthreads();  // the chunk is there for all", "// the chunk"),
     Bug("no_barrier_at_values", "race", WAIT_FOR_VALUES, WAIT_FOR_VALUES.replace("__syncthreads();", ";")),
@@ -59,7 +64,9 @@ BUGS = [
     Bug("zero_weights_multiplied", "numbers", "if (skip_zero_weights) {", "if (false) {"),
     Bug("sum_not_rescaled", "numbers", "row_sum *= rescale;", ""),
     Bug("one_key_too_many", "numbers", "softmax_live && key < num_keys;", "softmax_live && key <= num_keys;"),
-    Bug("mask_of_another_node", "numbers", "(first_row + softmax_row) / args.num_heads", "softmax_row / args.num_heads"),
+    Bug(
+        "mask_of_another_node", "numbers", "(first_row + softmax_row) / args.num_heads", "softmax_row / args.num_heads"
+    ),
     Bug("group_forgotten", "numbers", "for (int g = 0; g < kGroups / 2; ++g)", "for (int g = 0; g < 1; ++g)"),
     Bug("natural_for_base_two", "numbers", "{args.out, args.lse, kLn2}", "{args.out, args.lse, 1.0f}"),
 ]
@@ -91,7 +98,9 @@ def small_inputs() -> dict[str, Any]:
 def build(bug: Bug | None, variant: host_build.Variant, folder: Path) -> Path:
     source = SOURCE.read_text()
     if bug is not None:
-        assert source.count(bug.find) == 1, f"{bug.name}: its pattern occurs {source.count(bug.find)} times in {SOURCE.name}"
+        assert source.count(bug.find) == 1, (
+            f"{bug.name}: its pattern occurs {source.count(bug.find)} times in {SOURCE.name}"
+        )
         source = source.replace(bug.find, bug.replace)
     copy = folder / SOURCE.name
     copy.write_text(source)
@@ -119,7 +128,10 @@ def is_right(path: Path) -> bool:
 
 
 def run_alone(bug: Bug | None, variant: host_build.Variant, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`is_right` in a process of its own: 0 right, 1 wrong, 3 refused with the runtime's line; sanitizers end it themselves."""
+    """`is_right` in a process of its own: 0 right, 1 wrong, 3 refused with the runtime's line.
+
+    The sanitizers end it with a status of their own.
+    """
     command = [sys.executable, "-m", "phases.phase1.test_injected_bugs", str(build(bug, variant, folder))]
     environment = host_build.asan_environment(os.environ) if variant == "asan" else dict(os.environ)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -51,5 +51,3 @@ def test_controls_are_detected(place: Place, kernel_name: str, bundle: Bundle, e
     missed = [control.name for control in controls if control.applicable and not control.detected]
     assert not missed
     assert sum(control.applicable for control in controls) >= 5
-
-

@@ -84,14 +84,10 @@ HEADS = [Case(2, 3, num_heads, 70) for num_heads in (1, 2, 4, 5, 8, 10, 16, 20, 
 NODES = [Case(1, q_len, 4, 130, mask="tree") for q_len in (1, 2, 3, 8, 16, 17, 33, 64, 65, 256)]
 KEYS = [Case(2, 5, 3, kv_len) for kv_len in (1, 2, 8, 63, 64, 65, 127, 128, 129, 300)]
 GEOMETRIES = [
-    Case(2, q_len, 10, 150, *geometry)
-    for geometry in ((512, 0), (256, 64), (256, 32))
-    for q_len in (1, 3, 9)
+    Case(2, q_len, 10, 150, *geometry) for geometry in ((512, 0), (256, 64), (256, 32)) for q_len in (1, 3, 9)
 ]
 SPLITS = [
-    Case(2, q_len, 8, 400, split_tokens=split, mask="tree")
-    for q_len in (1, 4, 9)
-    for split in (64, 128, 192, 448)
+    Case(2, q_len, 8, 400, split_tokens=split, mask="tree") for q_len in (1, 4, 9) for split in (64, 128, 192, 448)
 ]
 MASKS = [
     Case(2, q_len, 8, 200, mask=mask, ragged=ragged, split_tokens=split)

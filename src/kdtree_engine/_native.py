@@ -75,7 +75,9 @@ class Library:
         try:
             self._dll = ctypes.CDLL(str(path))
         except OSError as error:
-            raise KernelError("library", f"{path} cannot be loaded ({error}); rebuild it with `nox -s build`") from error
+            raise KernelError(
+                "library", f"{path} cannot be loaded ({error}); rebuild it with `nox -s build`"
+            ) from error
         try:
             version = self._dll.kdtree_abi_version()
         except AttributeError as error:
@@ -92,8 +94,7 @@ class Library:
         self.place: str = self._dll.kdtree_build_place().decode()
         self.archs: tuple[str, ...] = tuple(self._dll.kdtree_build_archs().decode().split())
         self.kernels = tuple(
-            _kernel_info(self._dll.kdtree_kernel_at(index).contents)
-            for index in range(self._dll.kdtree_num_kernels())
+            _kernel_info(self._dll.kdtree_kernel_at(index).contents) for index in range(self._dll.kdtree_num_kernels())
         )
 
     def kernel(self, name: str, op: str) -> KernelInfo:

@@ -81,9 +81,26 @@ def strip_cpp(source: str) -> str:
     return " ".join(kept.split())
 
 
+def strip_python(source: str) -> str:
+    """A Python module's meaning as text: no comments, docstrings or layout, and the same from every Python version."""
+    return _canonical(ast.parse(source))
+
+
+def _canonical(node: object) -> str:
+    # Not ast.dump: what it prints for fields that are empty differs between Python versions.
+    if isinstance(node, list):
+        return f"[{','.join(map(_canonical, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, [])}
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    return f"{type(node).__name__}({','.join(f'{name}={_canonical(value)}' for name, value in fields.items())})"
+
+
 def _source(path: Path) -> str:
     text = path.read_text()
-    return ast.dump(ast.parse(text)) if path.suffix == ".py" else strip_cpp(text)
+    return strip_python(text) if path.suffix == ".py" else strip_cpp(text)
 
 
 def _digest(root: Path, paths: Iterable[Path]) -> str:

@@ -96,11 +96,11 @@ typedef struct kdtree_verify_attn_args {
   void* workspace;        /* 16-byte aligned; may be null when the size query says 0 */
   size_t workspace_size;  /* bytes at workspace */
 
-  int64_t batch;        /* 1..65535 */
-  int64_t q_len;        /* 1..256 */
-  int64_t num_heads;    /* 1..128 */
-  int64_t kv_len;       /* 1..262144 */
-  int64_t d_latent;     /* with d_rope one of 512/64, 512/0, 256/64, 256/32 */
+  int64_t batch;     /* 1..65535 */
+  int64_t q_len;     /* 1..256 */
+  int64_t num_heads; /* 1..128 */
+  int64_t kv_len;    /* 1..262144 */
+  int64_t d_latent;  /* with d_rope one of 512/64, 512/0, 256/64, 256/32 */
   int64_t d_rope;
   int64_t split_tokens; /* keys a block walks alone, a multiple of 64; 0: chosen from q_len, num_heads and kv_len.
                            Neither it nor the result's bits depend on what stands beside a request in the batch. */

@@ -1,8 +1,8 @@
 """Op verify_attn: tree-verify attention over a dense latent cache, float32.
 
-    s[b,i,h,j]   = sm_scale * <q[b,i,h,:], kv[b,j,:]>       over the keys j that node i sees
-    lse[b,i,h]   = log(sum_j exp(s[b,i,h,j]))               natural logarithm
-    out[b,i,h,:] = sum_j exp(s[b,i,h,j] - lse[b,i,h]) kv[b,j,:d_latent]
+s[b,i,h,j]   = sm_scale * <q[b,i,h,:], kv[b,j,:]>       over the keys j that node i sees
+lse[b,i,h]   = log(sum_j exp(s[b,i,h,j]))               natural logarithm
+out[b,i,h,:] = sum_j exp(s[b,i,h,j] - lse[b,i,h]) kv[b,j,:d_latent]
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class _Torch:
         import torch
 
         if q.device.type != "cuda":
-            raise KernelError("q", f"got a torch tensor on {q.device}, expected one on a CUDA device; move it there, or pass NumPy")
+            raise KernelError(
+                "q", f"got a torch tensor on {q.device}, expected one on a CUDA device; move it there, or pass NumPy"
+            )
         self._torch = torch
         self._device = q.device
         self.stream = torch.cuda.current_stream(q.device).cuda_stream
@@ -116,7 +118,9 @@ class _Torch:
         if dtype not in dtypes:
             raise KernelError(name, f"got dtype {dtype}, expected {' or '.join(dtypes)}; convert it")
         if not tensor.is_contiguous():
-            raise KernelError(name, f"got strides {tensor.stride()}, expected a dense row-major tensor; make it contiguous")
+            raise KernelError(
+                name, f"got strides {tensor.stride()}, expected a dense row-major tensor; make it contiguous"
+            )
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
@@ -180,7 +184,9 @@ def verify_attn(
     if library is None:
         library = find_library("host" if adaptor.place == "host" else "cuda")
     if library.place != adaptor.place:
-        raise KernelError("library", f"{library.path.name} runs on {library.place}, expected {adaptor.place} for {_kind(q)}")
+        raise KernelError(
+            "library", f"{library.path.name} runs on {library.place}, expected {adaptor.place} for {_kind(q)}"
+        )
     library.kernel(kernel, "verify_attn")
 
     axes = Axes(d_latent=d_latent)
