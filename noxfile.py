@@ -27,8 +27,6 @@ ENVIRONMENT = {
     "KDTREE_ENGINE_LIBRARY_DIR": str(Path(BUILD).resolve()),
     # The oracle's matrices are small: threads inside a product cost more than they bring.
     "OPENBLAS_NUM_THREADS": "1",
-    # A gate loads a host library for every injected bug; each takes of the thread-local storage that glibc sets aside.
-    "GLIBC_TUNABLES": "glibc.rtld.optional_static_tls=16384",
 }
 
 

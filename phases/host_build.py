@@ -72,6 +72,7 @@ def flags(variant: Variant) -> list[str]:
     return [
         *(flag for file in files for flag in file.read_text().split()),
         *_architecture_flags(),
+        "-DKDTREE_SIMT_MANY_LIBRARIES",
         f"-I{KERNELS}",
         f"-I{KERNELS / 'include'}",
     ]
