@@ -23,7 +23,8 @@
 // Tried, as share of the float32 FMA peak of one H200 at batch 2, q_len 64, 64 heads, 8,192 keys:
 //   42.0 %  ring of three 32-dimension chunks, a barrier every 512 multiply-adds, loader with run-time branches
 //   50.1 %  two halves of 64 dimensions, straight-line loaders
-//   52.6 %  lanes in pairs (lane_row, lane_column below): shared-memory wavefronts fell from 285 to 174 million
+//   52.6 %  lanes in pairs (lane_row, lane_column below): 174 million shared-memory wavefronts at batch 1, where the
+//           first version had 285
 //   54.1 %  the next step's query fragment fetched behind the present one's arithmetic, two steps unrolled; four steps
 //           give 53.7 %, one 50.7 %
 //   43-47 % 512 threads of 128 registers: half the shared-memory reuse, and spills; lost
