@@ -28,10 +28,8 @@
 //   54.1 %  the next step's query fragment fetched behind the present one's arithmetic, two steps unrolled; four steps
 //           give 53.7 %, one 50.7 %
 //   43-47 % 512 threads of 128 registers: half the shared-memory reuse, and spills; lost
-//   51-54 % the value product's weights fetched ahead; the mask of the next tile fetched during the softmax; the
-//   groups'
-//           parts exchanged by halves; the rescaling skipped where every factor is 1: each noise or a loss, all left
-//           out
+//   51-54 % the value product's weights fetched ahead; the mask of the next tile fetched during the softmax; the parts
+//           of the groups exchanged by halves; the rescaling skipped where every factor is 1: noise or a loss, left out
 
 #include "verify_attn/verify_attn.cuh"
 
