@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["nox>=2025.2.9"]
 # ///
-"""The pipeline: `nox -s phase1` builds, proves phase 0, then phase 1; `nox -s tests` also asks for the status.
+"""The pipeline: `nox -s phase2` builds, proves phases 0, 1 and 2; `nox -s tests` also asks for the status.
 
 Phases need numpy and h5py, not torch, and no GPU: kernels then run on the host build of the same sources. Where there
 is a GPU, a phase runs on it as well. Every session installs what it needs; nothing else reaches the network.
@@ -63,6 +63,11 @@ def status_table(session: nox.Session, *options: str) -> None:
     session.run("python", "-m", "kdtree_engine", "status", *options)
 
 
+def require(session: nox.Session, *phases: str) -> None:
+    """The status table; fails unless every one of the phases is proven on the host."""
+    status_table(session, *(word for phase in phases for word in ("--require", f"{phase}@host")))
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Compile the kernels for the host, and for GPUs with the nvcc of the machine or of the registry."""
@@ -92,14 +97,22 @@ def phase1(session: nox.Session) -> None:
     """FP32 dense kernels: token-exact on every bundle, on the host and on this machine's GPU."""
     install(session, "test")
     gate(session, "phase1")
-    status_table(session, "--require", "phase0@host", "--require", "phase1@host")
+    require(session, "phase0", "phase1")
 
 
 @nox.session(requires=["phase1"])
+def phase2(session: nox.Session) -> None:
+    """Paged bf16 kernels: token-exact on every bundle, on the host and on this machine's GPU."""
+    install(session, "test")
+    gate(session, "phase2")
+    require(session, "phase0", "phase1", "phase2")
+
+
+@nox.session(requires=["phase2"])
 def tests(session: nox.Session) -> None:
     """Everything that needs no torch: all phases, then the status they amount to."""
     install(session)
-    status_table(session, "--require", "phase0@host", "--require", "phase1@host")
+    require(session, "phase0", "phase1", "phase2")
 
 
 @nox.session(requires=["build"])
@@ -107,7 +120,7 @@ def parity(session: nox.Session) -> None:
     """A free selection of tests: `nox -s parity -- -k flash -n 4`; `--place cuda` runs them on the GPU."""
     install(session, "test", *(["gpu"] if "cuda" in session.posargs else []))
     chosen = any(argument.startswith("phases/") for argument in session.posargs)
-    session.run("pytest", *([] if chosen else ["phases/phase1"]), *session.posargs)
+    session.run("pytest", *([] if chosen else ["phases/phase1", "phases/phase2"]), *session.posargs)
 
 
 @nox.session

@@ -1,7 +1,7 @@
 """What all gates share. A gate test asks for these by name:
 
     place         the `phases.places.Place` of --place, host (default) or cuda
-    kernel_name   each kernel of the library that the test's own phase proves
+    kernel_name   each kernel of the library that the test's own phase proves; of one op if the test's module has OP
     bundle        each bundle under fixtures/bundles; bundle_path is its file
     evidence      evidence(kernel=..., bundle=..., **figures): what this test found out, kept with its outcome
 
@@ -85,10 +85,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernel_name" in metafunc.fixturenames:
         phase = int(Path(metafunc.definition.path).parent.name.removeprefix("phase"))
         try:
-            kernels = [info.name for info in _place(metafunc.config.getoption("--place")).kernels(phase)]
+            infos = _place(metafunc.config.getoption("--place")).kernels(phase)
         except KernelError as error:
             raise pytest.UsageError(str(error)) from error
-        metafunc.parametrize("kernel_name", kernels)
+        op = getattr(metafunc.module, "OP", None)
+        metafunc.parametrize("kernel_name", [info.name for info in infos if op in (None, info.op)])
     if "bundle_path" in metafunc.fixturenames:
         paths = bundles.find(BUNDLES)
         metafunc.parametrize("bundle_path", paths, ids=[path.stem for path in paths])
@@ -182,12 +183,15 @@ class Recorder:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for verdict in self._verdicts():
-            ratio = "inf" if verdict["margin_ratio"] is None else f"{verdict['margin_ratio']:.3g}"
+            ratio, node_ratio = (
+                "inf" if verdict[name] is None else f"{verdict[name]:.3g}"
+                for name in ("margin_ratio", "node_margin_ratio")
+            )
             level = "token-exact" if verdict["token_exact"] else verdict["level"]
             terminalreporter.write_line(
                 f"{verdict['bundle']} x {verdict['kernel']}: {level}, "
                 f"nodes {verdict['nodes']}, undecided {verdict['undecided']}, D {verdict['budget']:.3g}, "
-                f"max d {verdict['max_logit_error']:.3g}, margin ratio {ratio}, "
+                f"max d {verdict['max_logit_error']:.3g}, margin ratio {ratio}, node margin ratio {node_ratio}, "
                 f"row relL2 {verdict['out_row_rel_l2']:.3g}, lse error {verdict['lse_error']:.3g}"
             )
         terminalreporter.write_line(getattr(self, "_line", f"{self._phase}: no evidence"))

@@ -6,8 +6,9 @@ T1 node tokens: with the kernel as the attention of every layer, no node's logit
    implies its token. An undecided node counts neither way and is always printed.
 T2 round: accepted path, accepted tokens, bonus token and committed slots are equal.
 
-"Token-exact" means T0, T1 and T2, no undecided node, a margin ratio above 4, and a bundle whose walk leaves the root
-and rejects a node. Bounds are arguments: they belong to the op's contract.
+"Token-exact" means T0, T1 and T2, no undecided node, errors that leave every node's token alone even if they were four
+times as large, and a bundle whose walk leaves the root and rejects a node. Bounds are arguments: they belong to the
+op's contract.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _ROUND_INPUTS: dict[str, Callable[[Array], Array]] = {
 
 
 class DenseVerifyAttn(Protocol):
-    """The dense op, as kdtree_engine.verify_attn and the oracle have it."""
+    """The dense op, as kdtree_engine.verify_attn and the oracle have it, or another behind its interface."""
 
     def __call__(self, q: Array, kv: Array, *, sm_scale: float, mask: Array, kv_len: Array) -> tuple[Array, Array]: ...
 
@@ -82,7 +83,8 @@ class Verdict:
     budget: float  # D
     max_logit_error: float  # max d_i
     min_margin: float  # min m_i
-    margin_ratio: float  # min m_i / (2 max d_i): how much larger the error could be before a token could change
+    margin_ratio: float  # min m_i / (2 max d_i): the smallest margin against the largest error, of whatever nodes
+    node_margin_ratio: float  # min (m_i / 2 d_i): how much larger the errors could be before a token could change
     out_row_rel_l2: float  # the worst row of all layers
     out_max_abs: float
     lse_error: float
@@ -96,6 +98,7 @@ class Verdict:
             f"{self.bundle} x {self.kernel} [{self.place} {self.dtype}]: {word}, nodes {self.nodes} "
             f"(decided {self.decided}, undecided {self.undecided}), D {self.budget:.3g}, "
             f"max d {self.max_logit_error:.3g}, min m {self.min_margin:.3g}, margin ratio {self.margin_ratio:.3g}, "
+            f"node margin ratio {self.node_margin_ratio:.3g}, "
             f"row relL2 {self.out_row_rel_l2:.3g}, max abs {self.out_max_abs:.3g}, "
             f"lse error {self.lse_error:.3g}{failures}"
         )
@@ -317,12 +320,15 @@ def evaluate(
     place: str,
     out_row_rel_l2: float,
     lse_abs: float,
+    out_rel_l2: float | None = None,
     dtype: str = "float32",
 ) -> Verdict:
-    """T0, T1 and T2 of one kernel on one complete bundle. `dtype` is the kernel's input type."""
-    expected = _expected(bundle)
-    budget = expected.logit_budget if dtype == "float32" else expected.logit_budget_bfloat16
-    t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs)
+    """T0, T1 and T2 of one kernel on one complete bundle. `dtype` is the kernel's input type.
+
+    `out_rel_l2` bounds a layer's whole output, where that is less than its worst row may be off.
+    """
+    budget = _budget(bundle, dtype)
+    t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
     reference = _reference_logits(bundle, model, dtype)
     logits = forward(bundle, model, attend, dtype)
     errors = logit_errors(logits, reference)
@@ -333,7 +339,9 @@ def evaluate(
     level = "none" if t0 else "T0" if t1 else "T1" if t2 else "T2"
     max_error, min_margin = float(errors.max()), float(margin.min())
     ratio = min_margin / (2 * max_error) if max_error else math.inf
-    exact = level == "T2" and bool(decided.all()) and ratio > MARGIN_RATIO and not _untested_walk(bundle)
+    wrong = errors > 0
+    node_ratio = float((margin[wrong] / (2 * errors[wrong])).min(initial=math.inf))
+    exact = level == "T2" and bool(decided.all()) and node_ratio > MARGIN_RATIO and not _untested_walk(bundle)
     outs = [c for c in comparisons if c.name.endswith("/out")]
     lses = [c for c in comparisons if c.name.endswith("/lse")]
     return Verdict(
@@ -350,6 +358,7 @@ def evaluate(
         max_logit_error=max_error,
         min_margin=min_margin,
         margin_ratio=ratio,
+        node_margin_ratio=node_ratio,
         out_row_rel_l2=_worst([c.row_rel_l2 if c.same_places else math.inf for c in outs]),
         out_max_abs=_worst([c.max_abs if c.same_places else math.inf for c in outs]),
         lse_error=_worst([c.max_abs if c.same_places else math.inf for c in lses]),
@@ -358,18 +367,28 @@ def evaluate(
 
 
 def negative_controls(
-    bundle: Bundle, model: Model, *, out_row_rel_l2: float, lse_abs: float, call: DenseVerifyAttn | None = None
+    bundle: Bundle,
+    model: Model,
+    *,
+    out_row_rel_l2: float,
+    lse_abs: float,
+    out_rel_l2: float | None = None,
+    call: DenseVerifyAttn | None = None,
+    dtype: str = "float32",
 ) -> tuple[Control, ...]:
-    """Give the dense op (the oracle, unless `call` is given) each wrong input in turn and see which levels notice."""
+    """Give the dense op (the oracle, unless `call` is given) each wrong input in turn and see which levels notice.
+
+    `dtype` is the kernel's input type.
+    """
     if call is None:
 
         def call(q: Array, kv: Array, **arguments: Any) -> tuple[Array, Array]:
             return verify_attn(q, kv, d_latent=bundle.d_latent, **arguments)
 
     honest = call
-    expected = _expected(bundle)
-    reference = _reference_logits(bundle, model, "float32")
-    decided = top_two(reference)[2] > 2 * expected.logit_budget
+    budget = _budget(bundle, dtype)
+    reference = _reference_logits(bundle, model, dtype)
+    decided = top_two(reference)[2] > 2 * budget
     controls = []
     for name, fault in FAULTS.items():
 
@@ -382,9 +401,9 @@ def negative_controls(
         if not _changes_anything(bundle, model, fault):
             controls.append(Control(bundle.name, name, False, False, False, False, 0.0))
             continue
-        t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs)
-        logits = forward(bundle, model, attend)
-        t1 = _t1(logits, reference, logit_errors(logits, reference), decided, expected.logit_budget)
+        t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
+        logits = forward(bundle, model, attend, dtype)
+        t1 = _t1(logits, reference, logit_errors(logits, reference), decided, budget)
         worst = _worst([c.row_rel_l2 if c.same_places else math.inf for c in comparisons if c.name.endswith("/out")])
         controls.append(Control(bundle.name, name, True, bool(t0), bool(t1), bool(_t2(bundle, logits)), worst))
     return tuple(controls)
@@ -406,20 +425,24 @@ def logit_errors(logits: Array, reference: Array) -> Array:
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def _t0(bundle: Bundle, attend: Attend, out_row_rel_l2: float, lse_abs: float) -> tuple[list[str], list[Comparison]]:
+def _t0(
+    bundle: Bundle, attend: Attend, out_row_rel_l2: float, lse_abs: float, out_rel_l2: float | None = None
+) -> tuple[list[str], list[Comparison]]:
     """What T0 finds wrong, and all its comparisons."""
     failures, comparisons = [], []
     for index, layer in enumerate(bundle.layers):
         out, lse = attend(index, from_bfloat16(layer.q), from_bfloat16(layer.kv))
         assert layer.out is not None
         assert layer.lse is not None
+        out_comparison = compare(out, layer.out, name=f"layers/{index}/out")
+        lse_comparison = compare(lse, layer.lse, name=f"layers/{index}/lse")
         checks = [
-            (compare(out, layer.out, name=f"layers/{index}/out"), {"row_rel_l2": out_row_rel_l2}),
-            (compare(lse, layer.lse, name=f"layers/{index}/lse"), {"max_abs": lse_abs}),
+            (out_comparison, out_comparison.within(rel_l2=out_rel_l2, row_rel_l2=out_row_rel_l2)),
+            (lse_comparison, lse_comparison.within(max_abs=lse_abs)),
         ]
-        for comparison, bounds in checks:
+        for comparison, passed in checks:
             comparisons.append(comparison)
-            if not comparison.within(**bounds):
+            if not passed:
                 failures.append(f"T0 {comparison.report()}")
     return failures, comparisons
 
@@ -466,6 +489,11 @@ def _committed(bundle: Bundle, request: int, path: list[int]) -> list[int]:
 
 def _paths(bundle: Bundle) -> list[Array]:
     return [_expected(bundle).accepted_path[bundle.accepted(b)] for b in range(bundle.batch)]
+
+
+def _budget(bundle: Bundle, dtype: str) -> float:
+    expected = _expected(bundle)
+    return expected.logit_budget if dtype == "float32" else expected.logit_budget_bfloat16
 
 
 def _expected(bundle: Bundle) -> Expected:

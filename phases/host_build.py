@@ -16,6 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from kdtree_engine import library as find_library
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -138,6 +140,22 @@ def library(sources: Sequence[Path], variant: Variant = "plain", runtime_flags: 
         if _is_clang():
             command.append("-shared-libasan")
     return _cached(b"", f"{sources[0].stem}-{variant}", ".so", command)
+
+
+def sources() -> list[Path]:
+    """Sources of the product's host library."""
+    kernels = [*sorted(KERNELS.glob("verify_attn/*.cu")), *sorted(KERNELS.glob("merge_partials/*.cu"))]
+    return [*kernels, KERNELS / "capi.cu"]
+
+
+def product(variant: Variant) -> Path:
+    """The product's host library in a build variant: that of the usual build if it is up to date, else a new one."""
+    built = find_library("host").path.with_name(f"libkdtree_host_{variant}.so")
+    if built.exists():
+        files = [path for path in KERNELS.rglob("*") if path.suffix in {".cu", ".cuh", ".cpp", ".h", ".flags"}]
+        if built.stat().st_mtime > max(path.stat().st_mtime for path in files):
+            return built
+    return library(sources(), variant)
 
 
 def asan_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

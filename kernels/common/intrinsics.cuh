@@ -30,18 +30,48 @@
 #error "kdtree kernels need cp.async and bf16 mma.sync: compile for sm_80 or newer"
 #endif
 
-// Type& name on the block's dynamic shared memory, 16-byte aligned: the only shared memory a kernel has.
-#define KDTREE_DYNAMIC_SHARED(Type, name)                                             \
-  extern __shared__ __align__(16) unsigned char kdtree_dynamic_shared[];              \
-  static_assert(alignof(Type) <= 16, "dynamic shared memory is aligned to 16 bytes"); \
+// Type& name on the block's dynamic shared memory, 1024-byte aligned: the only shared memory a kernel has.
+#define KDTREE_DYNAMIC_SHARED(Type, name)                                                 \
+  extern __shared__ __align__(1024) unsigned char kdtree_dynamic_shared[];                \
+  static_assert(alignof(Type) <= 1024, "dynamic shared memory is aligned to 1024 bytes"); \
   Type& name = *reinterpret_cast<Type*>(kdtree_dynamic_shared)
 
 namespace kdtree {
 
 static_assert(sizeof(void*) == 8, "addresses are 64-bit");
 
-__device__ __forceinline__ uint32_t shared_address(const void* smem) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(smem));
+// threadIdx.x read anew: what is worked out from it stays where it is used, so that a rare path does not hold registers
+// of a frequent one.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  __builtin_assume(index >= 0 && index < 1024);
+  return index;
+}
+
+// The value itself, but the compiler may not look through it: what is added to a pointer later stays an offset, and
+// what is worked out from a counter stays in its loop.
+template <class T>
+__device__ __forceinline__ T* settled(T* pointer) {
+  asm volatile("" : "+l"(pointer));
+  return pointer;
+}
+
+__device__ __forceinline__ int settled(int counter) {
+  asm volatile("" : "+r"(counter));
+  return counter;
+}
+
+// Addresses of shared memory as numbers, for what pointers cannot do: flip a bit.
+using SharedAddress = uint32_t;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* smem) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(smem));
+}
+
+template <class T>
+__device__ __forceinline__ T* shared_pointer(SharedAddress address) {
+  return static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
 // Asynchronous copies to shared memory; the issuing thread sees the bytes after cp_async_wait, others after a barrier
@@ -145,6 +175,11 @@ __device__ __forceinline__ float lanes_max(float value) {
 __device__ __forceinline__ float warp_sum(float value) { return lanes_sum<32>(value); }
 __device__ __forceinline__ float warp_max(float value) { return lanes_max<32>(value); }
 
+// Of whole numbers, over the warp.
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+__device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
+
 // bf16 is a uint16_t. Conversions round to nearest even; a NaN becomes 0x7fff.
 __device__ __forceinline__ uint32_t pack_bf16x2(float lo, float hi) {
   uint32_t packed;
@@ -160,6 +195,46 @@ __device__ __forceinline__ uint16_t float_to_bf16(float value) {
 
 __device__ __forceinline__ float bf16_to_float(uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+// Pairs of half precision numbers, rounded to nearest even.
+__device__ __forceinline__ uint32_t pack_f16x2(float lo, float hi) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+  return packed;
+}
+
+__device__ __forceinline__ float2 unpack_f16x2(uint32_t packed) {
+  float2 pair;
+  asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi;}"
+      : "=f"(pair.x), "=f"(pair.y)
+      : "r"(packed));
+  return pair;
+}
+
+// 2^value to a relative 2^-22; results below the normal range are 0.
+__device__ __forceinline__ float exp2_approx(float value) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
+
+// a / b within two units of the last place, for b in the normal range.
+__device__ __forceinline__ float divide_approx(float a, float b) { return __fdividef(a, b); }
+
+// A kernel started by launch_after() may begin before its predecessor in the stream is done: the predecessor lets it
+// by allow_successor(), and it reads nothing of the predecessor's before await_predecessor(). Before sm_90 both are
+// void and the kernels follow each other.
+__device__ __forceinline__ void allow_successor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void await_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 inline thread_local char launch_error_text[256] = "";
@@ -196,9 +271,10 @@ inline const char* pointer_problem(const void* pointer) {
   return nullptr;
 }
 
-// Runs kernel(args...) on grid x block threads. 0, or nonzero with the reason in launch_error().
+// Starts `kernel` with programmatic or plain stream order. 0, or nonzero with the reason in launch_error().
 template <class... Params, class... Args>
-int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+int start(bool overlapping, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+          Args... args) {
   static_assert(sizeof...(Params) == sizeof...(Args), "one argument for each kernel parameter");
   constexpr size_t kDefaultSharedLimit = 48 * 1024;  // above it a kernel has to ask
   const auto failed = [](const char* call, cudaError_t error) {
@@ -217,17 +293,38 @@ int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) return failed("cudaFuncSetAttribute", error);
   }
+  cudaLaunchAttribute order = {};
+  order.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  order.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &order;
+  config.numAttrs = overlapping && device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
   std::tuple<Params...> params(static_cast<Params>(args)...);
   const cudaError_t error = std::apply(
       [&](auto&... param) {
         void* pointers[] = {static_cast<void*>(&param)..., nullptr};
-        return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers, shared_bytes,
-                                static_cast<cudaStream_t>(stream));
+        return cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), pointers);
       },
       params);
-  if (error != cudaSuccess) return failed("cudaLaunchKernel", error);
+  if (error != cudaSuccess) return failed("cudaLaunchKernelExC", error);
   const cudaError_t last = cudaGetLastError();
   return last == cudaSuccess ? 0 : failed("cudaGetLastError", last);
+}
+
+// Runs kernel(args...) on grid x block threads, after everything before it in the stream.
+template <class... Params, class... Args>
+int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+  return start(false, kernel, grid, block, shared_bytes, stream, args...);
+}
+
+// The same, but the kernel may begin when its predecessor allows it; it waits with await_predecessor().
+template <class... Params, class... Args>
+int launch_after(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+  return start(true, kernel, grid, block, shared_bytes, stream, args...);
 }
 
 }  // namespace kdtree

@@ -67,7 +67,7 @@ bool Block::reserve(const Launch& launch, const Settings& settings) {
   // Exactly the launched size: AddressSanitizer then sees the first byte past it.
   if (launch.shared_bytes != shared_capacity_ || shared_ == nullptr) {
     void* memory = nullptr;
-    if (posix_memalign(&memory, 128, launch.shared_bytes) != 0) return false;
+    if (posix_memalign(&memory, 1024, launch.shared_bytes) != 0) return false;
     shared_.reset(static_cast<unsigned char*>(memory));
     shared_capacity_ = launch.shared_bytes;
   }

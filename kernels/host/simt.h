@@ -35,6 +35,9 @@ struct alignas(16) float4 {
 struct alignas(8) int2 {
   int x, y;
 };
+struct int3 {
+  int x, y, z;
+};
 struct alignas(16) int4 {
   int x, y, z, w;
 };
@@ -172,11 +175,25 @@ inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline int __popcll(unsigned long long bits) { return std::popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
-#define KDTREE_DYNAMIC_SHARED(Type, name)                                             \
-  static_assert(alignof(Type) <= 16, "dynamic shared memory is aligned to 16 bytes"); \
+#define KDTREE_DYNAMIC_SHARED(Type, name)                                                 \
+  static_assert(alignof(Type) <= 1024, "dynamic shared memory is aligned to 1024 bytes"); \
   Type& name = *static_cast<Type*>(::kdtree::simt::dynamic_shared(sizeof(Type), ::kdtree::simt::Site::current()))
 
 namespace kdtree {
+
+inline int thread_index() { return static_cast<int>(threadIdx.x); }
+
+template <class T>
+T settled(T value) {
+  return value;
+}
+
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(const void* smem) { return reinterpret_cast<SharedAddress>(smem); }
+template <class T>
+T* shared_pointer(SharedAddress address) {
+  return reinterpret_cast<T*>(address);
+}
 
 void cp_async_16(void* smem, const void* gmem, simt::Site at = simt::Site::current());
 void cp_async_16_zfill(void* smem, const void* gmem, bool valid, simt::Site at = simt::Site::current());
@@ -214,6 +231,23 @@ float lanes_max(float value, simt::Site at = simt::Site::current()) {
 inline float warp_sum(float value, simt::Site at = simt::Site::current()) { return lanes_sum<32>(value, at); }
 inline float warp_max(float value, simt::Site at = simt::Site::current()) { return lanes_max<32>(value, at); }
 
+template <class T, class Combine>
+T warp_reduce(T value, Combine combine, simt::Site at) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset, 32, at));
+  }
+  return value;
+}
+inline int warp_sum(int value, simt::Site at = simt::Site::current()) {
+  return warp_reduce(value, [](int a, int b) { return a + b; }, at);
+}
+inline int warp_max(int value, simt::Site at = simt::Site::current()) {
+  return warp_reduce(value, [](int a, int b) { return max(a, b); }, at);
+}
+inline uint32_t warp_min(uint32_t value, simt::Site at = simt::Site::current()) {
+  return warp_reduce(value, [](uint32_t a, uint32_t b) { return min(a, b); }, at);
+}
+
 inline float bf16_to_float(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
 inline uint16_t float_to_bf16(float value) {
@@ -225,6 +259,47 @@ inline uint16_t float_to_bf16(float value) {
 inline uint32_t pack_bf16x2(float lo, float hi) {
   return float_to_bf16(lo) | static_cast<uint32_t>(float_to_bf16(hi)) << 16;
 }
+
+inline uint16_t float_to_f16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+  const float size = std::fabs(value);
+  if (!(size <= INFINITY)) return 0x7fff;
+  if (size >= 65520.0f) return sign | 0x7c00u;  // rounds to infinity
+  if (size < 0x1p-14f) {
+    // Adding 0.5 leaves a mantissa whose last bit is 2^-24, as that of a number below the normal range.
+    return sign | static_cast<uint16_t>(std::bit_cast<uint32_t>(size + 0.5f) - std::bit_cast<uint32_t>(0.5f));
+  }
+  const uint32_t rebased = (bits & 0x7fffffffu) - (112u << 23);
+  return sign | static_cast<uint16_t>((rebased + 0xfffu + (rebased >> 13 & 1u)) >> 13);
+}
+
+inline float f16_to_float(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  const uint32_t size = bits & 0x7fffu;
+  if (size < 0x400u)
+    return std::copysign(static_cast<float>(size) * 0x1p-24f, std::bit_cast<float>(sign | 0x3f800000u));
+  return std::bit_cast<float>(sign | ((size << 13) + (size < 0x7c00u ? 112u << 23 : 224u << 23)));
+}
+
+inline uint32_t pack_f16x2(float lo, float hi) {
+  return float_to_f16(lo) | static_cast<uint32_t>(float_to_f16(hi)) << 16;
+}
+
+inline float2 unpack_f16x2(uint32_t packed) {
+  return {f16_to_float(static_cast<uint16_t>(packed)), f16_to_float(static_cast<uint16_t>(packed >> 16))};
+}
+
+inline float exp2_approx(float value) {
+  const float power = std::exp2(value);
+  return power < 0x1p-126f ? 0.0f : power;
+}
+
+inline float divide_approx(float a, float b) { return a / b; }
+
+// Kernels run one after the other here.
+inline void allow_successor() {}
+inline void await_predecessor() {}
 
 constexpr int kSharedLimit = 101376;  // bytes a block may have on sm_120, the smallest target
 
@@ -246,6 +321,11 @@ int launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes
     std::apply(kernel, params);
   };
   return simt::run({reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, call, &state});
+}
+
+template <class... Params, class... Args>
+int launch_after(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args) {
+  return launch(kernel, grid, block, shared_bytes, stream, args...);
 }
 
 }  // namespace kdtree

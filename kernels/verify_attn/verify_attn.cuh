@@ -6,6 +6,7 @@
 
 #include "common/intrinsics.cuh"
 #include "kdtree/capi.h"
+#include "verify_attn/geometry.cuh"
 
 namespace kdtree {
 
@@ -18,20 +19,6 @@ struct VerifyAttnPlan {
   int64_t num_splits;       // blocks that share a row's keys
   int64_t workspace_bytes;  // partial results, 0 without a split
 };
-
-// Calls launch(IntC<d_latent>, IntC<d_rope>) for the geometry of args; capi.cu has refused all others.
-template <int kValue>
-struct IntC {
-  static constexpr int value = kValue;
-};
-
-template <class Launch>
-int with_geometry(const kdtree_verify_attn_args& args, Launch launch) {
-  if (args.d_latent == 512 && args.d_rope == 64) return launch(IntC<512>(), IntC<64>());
-  if (args.d_latent == 512 && args.d_rope == 0) return launch(IntC<512>(), IntC<0>());
-  if (args.d_latent == 256 && args.d_rope == 64) return launch(IntC<256>(), IntC<64>());
-  return launch(IntC<256>(), IntC<32>());
-}
 
 // Keys of request `batch_idx` that are in use, whatever the caller's device array holds.
 __device__ __forceinline__ int64_t used_keys(const int32_t* kv_lens, int64_t batch_idx, int64_t kv_len) {

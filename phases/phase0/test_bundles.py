@@ -27,6 +27,7 @@ from kdtree_engine import bundle as bundles
 from kdtree_engine.bundle import Bundle, _file, from_bfloat16, to_bfloat16
 from kdtree_engine.errors import BundleError
 from kdtree_engine.ops.verify_attn import OUT_ROW_REL_L2
+from kdtree_engine.ops.verify_attn_paged import OUT_REL_L2
 from kdtree_engine.show import show, summary
 from phases import bundles as command
 from phases import exactness, synthetic
@@ -48,7 +49,7 @@ def small_bundle() -> Bundle:
         shape="drafter",
         page_size=4,
         out_row_rel_l2=OUT_ROW_REL_L2,
-        bfloat16_out_row_rel_l2=command.BFLOAT16_OUT_ROW_REL_L2,
+        bfloat16_out_row_rel_l2=OUT_REL_L2,
     )
 
 

@@ -74,6 +74,7 @@ SAME = [
     append("oracle/verify_attn.py", "\n\n# a comment\n"),
     append("kernels/resources.toml", "\n# not a source\n"),
     append("kernels/conformance/conformance.cu", "int other_phase;"),
+    append("kernels/verify_attn/verify_attn_flash_paged.cu", "int other_phase;"),
 ]
 CHANGES = [
     (append("kernels/verify_attn/verify_attn_flash.cu", "int changed;"), "kernels"),
@@ -102,6 +103,17 @@ def test_a_change_makes_stale_and_is_named(change: Callable[[Path], None], names
     row = status(checkout)
     assert row.word == "stale"
     assert f"changed since: {names}" in row.why
+
+
+def test_every_kernel_source_counts_for_a_phase(checkout: Path) -> None:
+    before = {phase: evidence.digests(checkout, phase, "sm_90")["kernels"] for phase in evidence.phases()}
+    for folder in {info.op.removesuffix("_paged") for info in library("host").kernels}:
+        for path in sorted((checkout / "kernels" / folder).iterdir()):
+            source = path.read_text()
+            path.write_text(source + "int changed;")
+            changed = [name for name in before if evidence.digests(checkout, name, "sm_90")["kernels"] != before[name]]
+            assert changed, f"{path.name} is no part of any phase's digest"
+            path.write_text(source)
 
 
 def test_the_host_runtime_is_no_part_of_a_gpus_proof(checkout: Path) -> None:
@@ -244,7 +256,7 @@ def test_half_a_gate_fails_and_says_so(gate: str, line: str, checkout: Path, tmp
     """The real conftest and a gate that runs nothing, skips, or leaves pairs out: not one of them ends with 0."""
     phases = checkout / "phases"
     (phases / "phase1").mkdir()
-    for name in ("__init__.py", "conftest.py", "places.py"):
+    for name in ("__init__.py", "conftest.py", "paged.py", "places.py"):
         shutil.copy(ROOT / "phases" / name, phases)
     shutil.copy(ROOT / "pyproject.toml", checkout)
     (phases / "phase1" / "test_gate.py").write_text(gate)

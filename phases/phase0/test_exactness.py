@@ -13,9 +13,9 @@ import pytest
 
 from kdtree_engine.errors import BundleError
 from kdtree_engine.ops.verify_attn import LSE_ABS, OUT_ROW_REL_L2
+from kdtree_engine.ops.verify_attn_paged import OUT_REL_L2
 from oracle.verify_attn import verify_attn
 from phases import exactness, synthetic
-from phases.bundles import BFLOAT16_OUT_ROW_REL_L2
 from phases.exactness import FAULTS, Control, Verdict
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def bundle_of(shape: str) -> Bundle:
-    return synthetic.testable(
-        1, **SHAPES[shape], out_row_rel_l2=OUT_ROW_REL_L2, bfloat16_out_row_rel_l2=BFLOAT16_OUT_ROW_REL_L2
-    )
+    return synthetic.testable(1, **SHAPES[shape], out_row_rel_l2=OUT_ROW_REL_L2, bfloat16_out_row_rel_l2=OUT_REL_L2)
 
 
 @functools.cache
@@ -193,7 +191,7 @@ def test_shortcomings_name_each_reason() -> None:
 def test_bfloat16_inputs_have_their_own_budget() -> None:
     bundle = bundle_of("branches")
     assert bundle.expected is not None
-    verdict = judge(bundle, off_by(bundle, 0.5 * BFLOAT16_OUT_ROW_REL_L2), dtype="bfloat16", out_row_rel_l2=4e-3)
+    verdict = judge(bundle, off_by(bundle, 0.5 * OUT_REL_L2), dtype="bfloat16", out_row_rel_l2=OUT_REL_L2)
     assert verdict.budget == bundle.expected.logit_budget_bfloat16
     assert verdict.level == "T2"
     assert verdict.max_logit_error > bundle.expected.logit_budget

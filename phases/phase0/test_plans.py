@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kdtree_engine import evidence, library, toolchain
-from kdtree_engine.ops.verify_attn import LSE_ABS, OUT_ROW_REL_L2
+from kdtree_engine.ops import verify_attn, verify_attn_paged
 from phases.bundles import MAX_FIXTURE_BYTES
 from phases.conftest import ROOT
 
@@ -23,8 +23,11 @@ STATUSES = {"draft", "active", "done", "superseded"}
 BUDGETS = {
     "max_shared_bytes": toolchain.MAX_SHARED_BYTES,
     "spill_instructions": 0,
-    "out_row_rel_l2": OUT_ROW_REL_L2,
-    "lse_abs": LSE_ABS,
+    "out_row_rel_l2": verify_attn.OUT_ROW_REL_L2,
+    "lse_abs": verify_attn.LSE_ABS,
+    "paged_out_rel_l2": verify_attn_paged.OUT_REL_L2,
+    "paged_out_row_rel_l2": verify_attn_paged.OUT_ROW_REL_L2,
+    "paged_lse_abs": verify_attn_paged.LSE_ABS,
     "fixture_bytes": MAX_FIXTURE_BYTES,
 }
 

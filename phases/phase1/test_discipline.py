@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kdtree_engine import verify_attn
+from phases.discipline import Guarded, assert_same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Evidence = Callable[..., None]
 
-GUARD = np.float32(-1234.5)
-
 
 def dense(bundle: Bundle, poison: float) -> dict[str, Any]:
     """Inputs of layer 0, with `poison` in the padded keys and in every key that no node of its request sees."""
@@ -30,11 +29,6 @@ def dense(bundle: Bundle, poison: float) -> dict[str, Any]:
     unseen = inputs["mask"].max(axis=1) == 0
     inputs["kv"][unseen] = poison
     return {**inputs, "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
-
-
-def assert_same_bits(actual: tuple[Array, Array], expected: tuple[Array, Array]) -> None:
-    for name, got, want in zip(("out", "lse"), actual, expected, strict=True):
-        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32), err_msg=name)
 
 
 def test_twice_is_bit_equal(place: Place, kernel_name: str, bundle: Bundle, evidence: Evidence) -> None:
@@ -72,13 +66,8 @@ def test_only_the_outputs_are_written(place: Place, kernel_name: str, bundle: Bu
     """Outputs lie between guard bands, start as garbage, and are written wholly; inputs stay as they are."""
     inputs = dense(bundle, math.nan)
     given = {name: place.tensor(inputs[name]) for name in ("q", "kv", "mask", "kv_len")}
-    shape = (*inputs["q"].shape[:3], bundle.d_latent)
-    guarded, views = [], []
-    for size, view_shape in ((math.prod(shape), shape), (math.prod(shape[:3]), shape[:3])):
-        band = 4096
-        buffer = place.tensor(np.full(size + 2 * band, GUARD, np.float32))
-        guarded.append((buffer, band, size))
-        views.append(buffer[band : band + size].reshape(view_shape))
+    rows = inputs["q"].shape[:3]
+    guarded = Guarded(place, (*rows, bundle.d_latent)), Guarded(place, rows)
     out, lse = verify_attn(
         given["q"],
         given["kv"],
@@ -87,15 +76,12 @@ def test_only_the_outputs_are_written(place: Place, kernel_name: str, bundle: Bu
         sm_scale=bundle.sm_scale,
         d_latent=bundle.d_latent,
         kernel=kernel_name,
-        out=views[0],
-        lse=views[1],
+        out=guarded[0].tensor,
+        lse=guarded[1].tensor,
         library=place.library,
     )
-    for buffer, band, size in guarded:
-        whole = place.array(buffer)
-        assert (whole[:band] == GUARD).all()
-        assert (whole[band + size :] == GUARD).all()
-        assert (whole[band : band + size] != GUARD).all()
+    for output in guarded:
+        output.check()
     assert_same_bits((place.array(out), place.array(lse)), place.verify_attn(kernel_name, **inputs))
     for name, tensor in given.items():
         np.testing.assert_array_equal(place.array(tensor), inputs[name], err_msg=name)

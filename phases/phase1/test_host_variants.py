@@ -8,7 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from kdtree_engine import bundle as bundles
 from kdtree_engine import library, verify_attn
 from phases import host_build
-from phases.conftest import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
 SCHEDULES = [("forward", "eager"), ("reverse", "lazy"), ("random:1", "eager"), ("random:20260601", "lazy")]
 
 
-@cache
-def variant(name: host_build.Variant) -> Path:
-    """The kernels of this phase in a build variant."""
-    kernels = ROOT / "kernels"
-    return host_build.library([*sorted((kernels / "verify_attn").glob("*.cu")), kernels / "capi.cu"], name)
-
-
 def inputs(bundle: Bundle) -> dict[str, Any]:
     return {**bundle.dense(0, math.nan), "sm_scale": bundle.sm_scale, "d_latent": bundle.d_latent}
 
@@ -49,7 +40,7 @@ def digest(kernel: str, path: Path, given: dict[str, Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(out).tobytes() + np.ascontiguousarray(lse).tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize(("order", "asynchrony"), SCHEDULES, ids="-".join)
+@pytest.mark.parametrize(("order", "asynchrony"), SCHEDULES, ids=map("-".join, SCHEDULES))
 def test_order_and_copies(
     place: Place,
     kernel_name: str,
@@ -78,7 +69,7 @@ def test_race_checker_is_silent(
     """A race would fail the launch with the two source lines."""
     monkeypatch.setenv("KDTREE_SIMT_ASYNC", asynchrony)
     plain = digest(kernel_name, place.library.path, inputs(bundle))
-    assert digest(kernel_name, variant("race"), inputs(bundle)) == plain
+    assert digest(kernel_name, host_build.product("race"), inputs(bundle)) == plain
     evidence(kernel=kernel_name, bundle=bundle.name)
 
 
@@ -91,7 +82,7 @@ def test_sanitizers_are_silent(
         "-m",
         "phases.phase1.test_host_variants",
         kernel_name,
-        str(variant("asan")),
+        str(host_build.product("asan")),
         str(bundle_path),
     ]
     result = subprocess.run(

@@ -1,50 +1,36 @@
 """Phase 1 on the host: verify_attn_flash with a bug put in, each caught by the tool named for it.
 
-The bugs are substitutions in a copy of the kernel's source. A pattern that no longer occurs exactly once fails its
-test, so the list follows the kernel. "race" and "asan" run that variant of the build; "numbers" compares with the
-oracle, with NaN in what must not count.
+"numbers" compares with the oracle, with NaN in what must not count.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from kdtree_engine import KernelError, library, verify_attn
+from kdtree_engine import library, verify_attn
 from kdtree_engine.compare import compare
 from kdtree_engine.ops.verify_attn import LSE_ABS, OUT_ROW_REL_L2
 from oracle import verify_attn as oracle
-from phases import host_build
-from phases.conftest import ROOT
+from phases import host_build, injected_bugs
+from phases.injected_bugs import Bug
 
 if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
     import numpy.typing as npt
 
     Array = npt.NDArray[Any]
 
-KERNELS = ROOT / "kernels"
-SOURCE = KERNELS / "verify_attn" / "verify_attn_flash.cu"
+SOURCE = host_build.KERNELS / "verify_attn" / "verify_attn_flash.cu"
 WAIT_FOR_VALUES = """      cp_async_wait<0>();
       __syncthreads();
       if (chunk + 1 < kValueChunks) {"""
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A substitution in the kernel's source and the tool that must notice it."""
-
-    name: str
-    tool: Literal["race", "asan", "numbers"]
-    find: str
-    replace: str
 
 
 BUGS = [
@@ -95,18 +81,6 @@ def small_inputs() -> dict[str, Any]:
     return given
 
 
-def build(bug: Bug | None, variant: host_build.Variant, folder: Path) -> Path:
-    source = SOURCE.read_text()
-    if bug is not None:
-        assert source.count(bug.find) == 1, (
-            f"{bug.name}: its pattern occurs {source.count(bug.find)} times in {SOURCE.name}"
-        )
-        source = source.replace(bug.find, bug.replace)
-    copy = folder / SOURCE.name
-    copy.write_text(source)
-    return host_build.library([copy, KERNELS / "verify_attn" / "verify_attn.cu", KERNELS / "capi.cu"], variant)
-
-
 def run(path: Path, given: dict[str, Any], split_tokens: int = 0) -> tuple[Array, Array]:
     return verify_attn(**given, library=library(path), split_tokens=split_tokens)
 
@@ -128,13 +102,7 @@ def is_right(path: Path) -> bool:
 
 
 def run_alone(bug: Bug | None, variant: host_build.Variant, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`is_right` in a process of its own: 0 right, 1 wrong, 3 refused with the runtime's line.
-
-    The sanitizers end it with a status of their own.
-    """
-    command = [sys.executable, "-m", "phases.phase1.test_injected_bugs", str(build(bug, variant, folder))]
-    environment = host_build.asan_environment(os.environ) if variant == "asan" else dict(os.environ)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return injected_bugs.run("phases.phase1.test_injected_bugs", SOURCE, bug, variant, folder)
 
 
 @pytest.mark.parametrize("variant", ["plain", "race", "asan"])
@@ -143,22 +111,10 @@ def test_without_a_bug_every_tool_is_silent(variant: host_build.Variant, tmp_pat
     assert result.returncode == 0, result.stderr[-4000:]
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.name}-{bug.tool}")
+@pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
-    result = run_alone(bug, "plain" if bug.tool == "numbers" else bug.tool, tmp_path)
-    if bug.tool == "numbers":
-        assert result.returncode == 1, result.stderr[-4000:]
-    elif bug.tool == "race":
-        assert result.returncode == 3, result.stderr[-4000:]
-        assert SOURCE.name in result.stderr, "the report names no source line"
-    else:
-        assert result.returncode not in (0, 1), "nothing noticed"
-        assert "may not be accessed" in result.stderr or "AddressSanitizer" in result.stderr
+    injected_bugs.assert_caught(bug, SOURCE, run_alone(bug, bug.variant, tmp_path))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(0 if is_right(Path(sys.argv[1])) else 1)
-    except KernelError as error:
-        print(error, file=sys.stderr)
-        sys.exit(3)
+    sys.exit(injected_bugs.judge(is_right))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from kdtree_engine._native import KernelInfo, library
 from kdtree_engine.errors import BundleError, KdtreeError, KernelError, ToolchainError
+from kdtree_engine.ops.merge_partials import merge_partials
 from kdtree_engine.ops.verify_attn import verify_attn
+from kdtree_engine.ops.verify_attn_paged import verify_attn_paged, verify_attn_paged_workspace_size
 
 __version__ = "0.1.0"
 
@@ -18,5 +20,8 @@ __all__ = [
     "KernelInfo",
     "ToolchainError",
     "library",
+    "merge_partials",
     "verify_attn",
+    "verify_attn_paged",
+    "verify_attn_paged_workspace_size",
 ]

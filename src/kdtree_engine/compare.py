@@ -40,10 +40,13 @@ class Comparison:
         """Whether NaNs and infinities lie in the same places."""
         return not (self.nan_mismatch or self.inf_mismatch)
 
-    def within(self, *, row_rel_l2: float | None = None, max_abs: float | None = None) -> bool:
+    def within(
+        self, *, rel_l2: float | None = None, row_rel_l2: float | None = None, max_abs: float | None = None
+    ) -> bool:
         """Whether NaNs and infinities match and every bound that is given holds."""
         return (
             self.same_places
+            and (rel_l2 is None or self.rel_l2 <= rel_l2)
             and (row_rel_l2 is None or self.row_rel_l2 <= row_rel_l2)
             and (max_abs is None or self.max_abs <= max_abs)
         )

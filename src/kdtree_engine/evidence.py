@@ -45,7 +45,24 @@ TARGETS = ("host", "sm_90", "sm_120")
 # Folders and files under kernels/ that a phase's kernels are made of. The host runtime counts for the host only.
 _KERNEL_SOURCES = {
     "phase0": ("common", "include", "conformance", "probe"),
-    "phase1": ("common", "include", "verify_attn", "capi.cu"),
+    "phase1": (
+        "common",
+        "include",
+        "verify_attn/geometry.cuh",
+        "verify_attn/verify_attn.cu",
+        "verify_attn/verify_attn.cuh",
+        "verify_attn/verify_attn_flash.cu",
+        "capi.cu",
+    ),
+    "phase2": (
+        "common",
+        "include",
+        "verify_attn/geometry.cuh",
+        "verify_attn/verify_attn_flash_paged.cu",
+        "verify_attn/verify_attn_paged.cuh",
+        "merge_partials",
+        "capi.cu",
+    ),
 }
 _CPP = {".cu", ".cuh", ".h", ".cpp", ".flags"}
 

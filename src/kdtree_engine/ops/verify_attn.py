@@ -8,14 +8,10 @@ out[b,i,h,:] = sum_j exp(s[b,i,h,j] - lse[b,i,h]) kv[b,j,:d_latent]
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kdtree_engine._native import library as find_library
 from kdtree_engine.contract import Axes
-from kdtree_engine.errors import KernelError
+from kdtree_engine.tensors import adaptor_for, integer, library_for, number
 
 if TYPE_CHECKING:
     from kdtree_engine._native import Library
@@ -54,91 +50,6 @@ class _Args(ctypes.Structure):
         ("split_tokens", ctypes.c_int64),
         ("sm_scale", ctypes.c_float),
     )
-
-
-_OUTPUTS = ("out", "lse")
-
-
-class _Numpy:
-    """NumPy arrays for the host library."""
-
-    place = "host"
-    stream = None
-
-    def active(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def check(self, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
-        if not isinstance(tensor, np.ndarray):
-            raise KernelError(name, f"got {_kind(tensor)}, expected a NumPy array as q is; convert it")
-        if tensor.dtype.name not in dtypes or not tensor.dtype.isnative:
-            raise KernelError(name, f"got dtype {tensor.dtype}, expected {' or '.join(dtypes)}; convert it")
-        if not tensor.flags.c_contiguous:
-            raise KernelError(name, f"got strides {tensor.strides}, expected a dense row-major array; copy it")
-        if name in _OUTPUTS and not tensor.flags.writeable:
-            raise KernelError(name, "got a read-only array, expected one to write to; copy it")
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        # NumPy aligns small buffers to 16 bytes at best by chance: take an aligned piece of a larger one.
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = np.empty(size + 64, np.uint8)
-        start = -buffer.ctypes.data % 64
-        return buffer[start : start + size].view(dtype).reshape(shape)
-
-    def pointer(self, tensor: Any) -> int:
-        return int(tensor.ctypes.data)
-
-
-class _Torch:
-    """torch CUDA tensors for the GPU library, on torch's current stream."""
-
-    place = "cuda"
-
-    def __init__(self, q: Any) -> None:
-        import torch
-
-        if q.device.type != "cuda":
-            raise KernelError(
-                "q", f"got a torch tensor on {q.device}, expected one on a CUDA device; move it there, or pass NumPy"
-            )
-        self._torch = torch
-        self._device = q.device
-        self.stream = torch.cuda.current_stream(q.device).cuda_stream
-
-    def active(self) -> AbstractContextManager[object]:
-        # Launches go to the current device, which need not be q's.
-        return self._torch.cuda.device(self._device)  # type: ignore[no-any-return]
-
-    def check(self, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
-        if not isinstance(tensor, self._torch.Tensor):
-            raise KernelError(name, f"got {_kind(tensor)}, expected a torch tensor as q is; convert it")
-        if tensor.device != self._device:
-            raise KernelError(name, f"got a tensor on {tensor.device}, expected {self._device} as q is; move it")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in dtypes:
-            raise KernelError(name, f"got dtype {dtype}, expected {' or '.join(dtypes)}; convert it")
-        if not tensor.is_contiguous():
-            raise KernelError(
-                name, f"got strides {tensor.stride()}, expected a dense row-major tensor; make it contiguous"
-            )
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
-
-    def pointer(self, tensor: Any) -> int:
-        return int(tensor.data_ptr())
-
-
-def _kind(value: object) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
-
-
-def _adaptor(q: object) -> _Numpy | _Torch:
-    if isinstance(q, np.ndarray):
-        return _Numpy()
-    if type(q).__module__.partition(".")[0] == "torch":
-        return _Torch(q)
-    raise KernelError("q", f"got {_kind(q)}, expected a NumPy array or a torch CUDA tensor; convert it")
 
 
 def verify_attn(
@@ -180,13 +91,8 @@ def verify_attn(
         KernelError: an argument of the wrong kind, dtype, shape, stride, device or range, named by `argument`; or the
             library is missing, or the device refused the launch.
     """
-    adaptor = _adaptor(q)
-    if library is None:
-        library = find_library("host" if adaptor.place == "host" else "cuda")
-    if library.place != adaptor.place:
-        raise KernelError(
-            "library", f"{library.path.name} runs on {library.place}, expected {adaptor.place} for {_kind(q)}"
-        )
+    adaptor = adaptor_for("q", q)
+    library = library_for(adaptor, q, library)
     library.kernel(kernel, "verify_attn")
 
     axes = Axes(d_latent=d_latent)
@@ -200,12 +106,10 @@ def verify_attn(
     ]
     for name, tensor, dtypes, names in tensors:
         if tensor is not None:
-            adaptor.check(name, tensor, dtypes)
+            adaptor.check(name, tensor, dtypes, writes=name in ("out", "lse"))
             axes.check(name, tuple(tensor.shape), names)
-    if not isinstance(sm_scale, int | float | np.floating):
-        raise KernelError("sm_scale", f"got {_kind(sm_scale)}, expected a number; pass the model's softmax scale")
-    if not isinstance(split_tokens, int):
-        raise KernelError("split_tokens", f"got {_kind(split_tokens)}, expected an int; 0 lets the library choose")
+    sm_scale = number("sm_scale", sm_scale, "pass the model's softmax scale")
+    split_tokens = integer("split_tokens", split_tokens, "0 lets the library choose")
     rows = (axes["batch"], axes["q_len"], axes["num_heads"])
 
     args = _Args(
