@@ -187,9 +187,10 @@ class Recorder:
                 "inf" if verdict[name] is None else f"{verdict[name]:.3g}"
                 for name in ("margin_ratio", "node_margin_ratio")
             )
+            layout = f" in {verdict['layout']}" if verdict["layout"] else ""
             level = "token-exact" if verdict["token_exact"] else verdict["level"]
             terminalreporter.write_line(
-                f"{verdict['bundle']} x {verdict['kernel']}: {level}, "
+                f"{verdict['bundle']} x {verdict['kernel']}{layout}: {level}, "
                 f"nodes {verdict['nodes']}, undecided {verdict['undecided']}, D {verdict['budget']:.3g}, "
                 f"max d {verdict['max_logit_error']:.3g}, margin ratio {ratio}, node margin ratio {node_ratio}, "
                 f"row relL2 {verdict['out_row_rel_l2']:.3g}, lse error {verdict['lse_error']:.3g}"
@@ -198,10 +199,11 @@ class Recorder:
 
     def _verdicts(self) -> list[dict[str, Any]]:
         figures = [figures for test in self._tests.values() for figures in test["figures"]]
-        return [entry["verdict"] for entry in figures if "verdict" in entry]
+        return [{"layout": "", **entry, **entry["verdict"]} for entry in figures if "verdict" in entry]
 
     def _covered(self) -> list[list[str]]:
-        return sorted([verdict["kernel"], verdict["bundle"]] for verdict in self._verdicts() if verdict["token_exact"])
+        pairs = {(verdict["kernel"], verdict["bundle"]) for verdict in self._verdicts() if verdict["token_exact"]}
+        return sorted(map(list, pairs))
 
     def _worst(self) -> dict[str, dict[str, float]]:
         worst: dict[str, dict[str, float]] = {}
@@ -209,6 +211,7 @@ class Recorder:
             row = worst.setdefault(verdict["kernel"], {})
             for figure in ("out_row_rel_l2", "out_max_abs", "lse_error", "max_logit_error"):
                 row[figure] = max(row.get(figure, 0.0), verdict[figure])
-            if verdict["margin_ratio"] is not None:
-                row["margin_ratio"] = min(row.get("margin_ratio", verdict["margin_ratio"]), verdict["margin_ratio"])
+            for figure in ("margin_ratio", "node_margin_ratio"):
+                if verdict[figure] is not None:
+                    row[figure] = min(row.get(figure, verdict[figure]), verdict[figure])
         return worst

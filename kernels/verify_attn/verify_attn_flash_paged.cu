@@ -1,3 +1,48 @@
+// verify_attn, paged: tree-verify attention over a paged latent cache on the tensor cores, bfloat16, ragged batches.
+//
+//   per key tile:  S = Q K^T,  P = 2^(c S - m),  l += rowsum P,  O += bf16(P) V     c = sm_scale log2(e), V = K[:,
+//   :512] at the end:    out = O / rowsum bf16(P),  lse = (m + log2 l) ln 2;  splits of a row are joined by a second
+//   kernel
+//
+// The reference m is not the maximum: it moves only when a score exceeds it by 8 (a factor of 256), which a vote of the
+// group finds out, so that the common tile has no shuffle in it. out is divided by the sum of the weights as they were
+// rounded, lse takes the exact ones.
+//
+// Work split: (node, head) pairs of a request are its rows, packed as node * num_heads + head, 64 (or 32, or 16) to a
+// block; its keys are cut into pieces, and the pieces of all requests are dealt to one block an SM. Every block makes
+// the plan for itself from the index arrays: nothing is read by the host, and a kernel for it would cost more. 256
+// threads are two groups of four warps; a warp has its group's 32 rows times a quarter of the 16-dimension steps for
+// the scores (queries in 72 registers), which are added through shared memory, and times a quarter of the columns for
+// the output (128 registers). Keys come 16 at a time through a ring of four; V is read from the same rows. With 64 rows
+// each group has half of them and group 1 is half a tile late, so that one group's softmax meets the other's products;
+// with fewer the groups take alternate tiles of the same rows and join at the end. Partial results are half precision,
+// scaled for each row and half of its columns.
+//
+// Shared memory, 512/64: ring 73,728 + exchange of partial scores 16,384 + weights 2,048 + masks, stats, plan = 100,816
+// of sm_120's 101,376 bytes; the queries pass through ring and exchange before the loop, the output after it.
+//
+// Assumes: strides and addresses that are multiples of 16 bytes (checked by the C interface). Index arrays may hold
+// anything: a request that does not fit the capacities is left out, a slot outside the pool is a row of zeros, entries
+// behind the live part are not read. A hidden key that is not finite is found by its score, and its tile's values are
+// then taken as finite: who sees it has a weight that is not.
+//
+// A request's bits do not depend on the batch when split_tokens is given. Splits are added in eight classes in order.
+//
+// Tried, on one H200, microseconds at (batch 1, 64 nodes, 64 x 128 heads, 65,536 keys) and (16, 8, 8, 8,192):
+//   4,537  119   three row tiles in one kernel: 24 to 384 bytes spilled, queries' registers fight with the other tiles'
+//   4,051  112   a kernel for each row tile; loop values in shared memory instead of spilled
+//   3,987  115   end of a basic block between the products: K fragments four products ahead instead of none
+//   3,529  101   the slot's shift and mask done at the copy, not at the load: 18 % of all samples waited there
+//   3,512   94   one straight copy address (a settled pointer) instead of five; bounds read before the barrier
+//   3,520   89   through shared memory row by row at the end, half precision partials: code that runs once costs about
+//                a dozen clocks an instruction to fetch, and per-accumulator code is a thousand of them
+//   3,517   83   full tiles stay in the fast copy to the end of a piece; no rescaling of nothing at the first tile
+//   3,707   84   masks of 16 bits a row and tile: the general copy shrinks by 1,900 instructions, short pieces gain,
+//   but
+//                ptxas lays the loop out worse; kept, since it is what spills on neither architecture
+//   4,129   89   one copy of the softmax with branches for masks: blocks too small to hide the exchange's latency; lost
+//   3,600-4,005  twenty orderings of the same loop: two instructions' difference moves the time by 10 %
+
 #include "verify_attn/geometry.cuh"
 #include "verify_attn/verify_attn_paged.cuh"
 
@@ -514,7 +559,6 @@ struct Params {
   int64_t partial_rows;
   int page_shift;        // log2 of page_size
   uint32_t index_bytes;  // of an entry of kv_indices
-  uint32_t num_entries;  // below this an entry names a page of the pool
   uint32_t kv_bytes;     // between slots
   float scale;           // of a score, to units of log2
 };
@@ -591,7 +635,7 @@ __device__ __forceinline__ void copy_slot(const Params& params, unsigned char* t
                                           int first_line, bool valid) {
   const auto* row =
       static_cast<const unsigned char*>(params.args.kv_pool) + static_cast<uint64_t>(slot) * params.kv_bytes;
-  copy_lines<G, kCount>(to, row, chunk, first_line, valid);
+  copy_lines<G, kCount>(to, row, chunk, first_line, valid && slot < static_cast<uint32_t>(params.args.num_slots));
 }
 
 template <class G, int kCount>
@@ -603,10 +647,8 @@ __device__ __forceinline__ void copy_key(const Params& params, const Piece& piec
         2 * params.args.draft_kv_stride * (int64_t{piece.request.first_token} + key - piece.request.prefix);
     copy_lines<G, kCount>(to, row, chunk, first_line, true);
   } else {
-    const bool cached = key < piece.request.prefix;
-    const bool valid =
-        cached ? entry < params.num_entries : key < piece.keys && entry < static_cast<uint32_t>(params.args.num_slots);
-    copy_slot<G, kCount>(params, to, cached ? prefix_slot(params, entry, key) : entry, chunk, first_line, valid);
+    const uint32_t slot = key < piece.request.prefix ? prefix_slot(params, entry, key) : entry;
+    copy_slot<G, kCount>(params, to, slot, chunk, first_line, key < piece.keys);
   }
 }
 
@@ -1082,11 +1124,12 @@ __device__ __forceinline__ void run_piece(const Params& params, Shared<G>& share
       const bool more = i + 2 < piece.tiles;
       cp_async_wait<1>();
       __syncthreads();
+      i = settled(i);
       const auto load_full = [&](auto group) {
         constexpr int kFirstLine = decltype(group)::value * kHalfLines;
         copy_slot<G, kFirstLine == 0 ? kHalfLines : G::kLines - kHalfLines>(
             params, slot_bytes(i + 2) + load_offset, prefix_slot(params, next_entry, load_key + (i + 2) * kTileKeys),
-            chunk, kFirstLine, more && next_entry < params.num_entries);
+            chunk, kFirstLine, more);
         cp_async_commit();
         next_entry =
             prefix_entry(params, piece.request.first_index, min(load_key + (i + 3) * kTileKeys, piece.last_key));
@@ -1130,7 +1173,7 @@ __device__ __forceinline__ void run_piece(const Params& params, Shared<G>& share
       if (i < piece.fast_end) {
         copy_slot<G, G::kLines>(params, slot_bytes(u + 1) + load_offset,
                                 prefix_slot(params, next_entry, load_key + (i + step) * kTileKeys), chunk, 0,
-                                i + step < piece.tiles && next_entry < params.num_entries);
+                                i + step < piece.tiles);
         cp_async_commit();
         next_entry =
             prefix_entry(params, piece.request.first_index, min(load_key + (i + 2 * step) * kTileKeys, piece.last_key));
@@ -1418,7 +1461,6 @@ int launch_verify_attn_flash_paged(const Args& args, void* stream) {
     params.partials = partials;
     params.partial_rows = rows;
     params.index_bytes = args.kv_indices_type == KDTREE_INT64 ? 8 : 4;
-    params.num_entries = static_cast<uint32_t>(args.num_slots / args.page_size);
     params.kv_bytes = static_cast<uint32_t>(2 * args.kv_stride);
     params.scale = args.logit_cap > 0.0f ? kLog2E : args.sm_scale * kLog2E;
     while (int64_t{1} << params.page_shift < args.page_size) ++params.page_shift;

@@ -221,10 +221,9 @@ def test_contents_out_of_range_harm_no_other_request(
         ({"int64": ("kv_indices",)}, "kv_indices", 2, -5),
         ({"int64": ("draft_slots",)}, "draft_slots", 3, 2**31 + 3),
         ({"page_size": 16}, "page_table", (0, 1), -1),
+        ({"page_size": 256}, "page_table", (1, 0), -1),
+        ({"page_size": 64, "int64": ("page_table",)}, "page_table", (1, 0), 2**20),
         ({"page_size": 16}, "page_table", (1, 0), 2**31 - 1),
-        ({"page_size": 16}, "page_table", (1, 0), 2**28),
-        ({"page_size": 256}, "page_table", (1, 0), -(2**31)),
-        ({"page_size": 64, "int64": ("page_table",)}, "page_table", (1, 0), 2**31),
     ],
     ids=str,
 )

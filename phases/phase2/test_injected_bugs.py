@@ -43,7 +43,7 @@ BUGS = [
         "score(group, u, keys);\n      group_barrier(group);",
         "score(group, u, keys);",
     ),
-    Bug("ring_not_free_at_the_end", "race", "__syncthreads();  // the ring is free", ""),
+    Bug("ring_not_free_at_the_end", "race", "block_barrier();  // the ring is free", ""),
     Bug("merge_classes_not_read", "race", "__syncthreads();  // the previous item's classes have been read", ""),
     Bug("rows_past_the_last_written", "asan", "if (row >= piece.live_rows) continue;", ""),
     Bug("drafts_past_the_end_read", "asan", "if (key >= piece.keys || ", "if ("),

@@ -13,7 +13,7 @@ Evidence is one JSON file per phase and place, `<phase>.<place>.json`. A gate ru
     counts       tests passed, failed, skipped
     kernels      names of the kernels proved
     covered      [kernel, bundle] pairs that were found token-exact
-    worst        {kernel: {figure: value}}: largest errors, smallest margin ratio
+    worst        {kernel: {figure: value}}: largest errors, smallest margin ratios
     tests        one record a test: id, outcome, and the figures it gave
 
 Words: `proven` - a complete run passed for the present digests. `stale` - it passed for others. `failing` - a test
@@ -225,7 +225,8 @@ def _status(phase: str, place: str, path: Path, present: dict[str, Any]) -> Stat
     word, why = judge(evidence, present)
     worst = evidence["worst"].values()
     errors = [row["out_row_rel_l2"] for row in worst if "out_row_rel_l2" in row]
-    ratios = [row["margin_ratio"] for row in worst if "margin_ratio" in row]
+    # Records from before there was one per node have only its lower bound.
+    ratios = [row.get("node_margin_ratio", row.get("margin_ratio")) for row in worst]
     return Status(
         phase,
         place,
@@ -235,7 +236,7 @@ def _status(phase: str, place: str, path: Path, present: dict[str, Any]) -> Stat
         evidence["device"],
         evidence["counts"]["passed"],
         max(errors, default=None),
-        min(ratios, default=None),
+        min((ratio for ratio in ratios if ratio is not None), default=None),
     )
 
 

@@ -175,10 +175,10 @@ typedef struct kdtree_verify_attn_paged_args {
   int64_t q_stride_head;
   int64_t kv_stride;       /* between slots */
   int64_t draft_kv_stride; /* between draft rows; read only with draft_kv */
-  int64_t num_slots; /* of the pool, below 2^31; a slot outside 0..num_slots-1 counts as a row of zeros. 64-bit entries
-                        are read by their lower halves */
-  int64_t page_size; /* 1 with kv_indptr; 16, 32, 64, 128 or 256 in the page table form */
-  int64_t num_kv_indices;    /* with kv_indptr: entries of kv_indices; page table form: columns */
+  int64_t num_slots;       /* of the pool, below 2^31; a slot outside 0..num_slots-1 counts as a row of zeros. Slots are
+                              worked out modulo 2^32: 64-bit entries are read by their lower halves */
+  int64_t page_size;       /* 1 with kv_indptr; 16, 32, 64, 128 or 256 in the page table form */
+  int64_t num_kv_indices;  /* with kv_indptr: entries of kv_indices; page table form: columns */
   int64_t page_table_stride; /* between the page table's rows; read only in the page table form */
   int64_t mask_stride;       /* words between rows of KDTREE_MASK_BITS, 1..4 */
   int64_t mask_size;         /* bytes at visibility for the byte masks; cells at and past it count as hidden */
