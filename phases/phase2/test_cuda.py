@@ -257,8 +257,8 @@ def test_the_hosts_cases(place: Place, kernel_name: str, case: Case, evidence: E
     assert not found, found
 
 
-# Not racecheck: it loses the barriers of a whole block once groups of its warps have met apart, and reports accesses that
-# such a barrier separates (plan 0002). The host's race checker, which knows them, answers for this kernel.
+# Not racecheck: it loses the barriers of a whole block once groups of its warps have met apart, and reports accesses
+# that such a barrier separates (plan 0002). The host's race checker, which knows them, answers for this kernel.
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_sanitizer_is_silent(tool: str, evidence: Evidence) -> None:
     evidence(tool=tool, summary=sanitizer.summary(tool, "phases.phase2.sanitized"))

@@ -60,7 +60,7 @@ BUGS = [
     Bug("partials_of_another_size", "numbers", "make_float4(stats.x + e,", "make_float4(stats.x,"),
     Bug("base_two_for_natural", "numbers", "(reference + log2f(sum)) * kLn2", "reference + log2f(sum)"),
     Bug("first_token_of_every_page", "numbers", "(key & ((1 << params.page_shift) - 1))", "0"),
-    Bug("slots_outside_read", "asan", "cached ? entry < params.num_entries :", "cached ? true :"),
+    Bug("slots_outside_read", "asan", "valid && slot < static_cast<uint32_t>(params.args.num_slots)", "valid"),
     Bug("cap_on_the_product", "numbers", "* args.sm_scale / args.logit_cap", "/ args.logit_cap"),
 ]
 

@@ -30,11 +30,11 @@ OUT_REL_L2 = 4e-3
 # For a row by itself. A weight is moved by at most 2^-8 of it, and since the divisor is the sum of the weights as they
 # were rounded, only differences between their errors count: at worst of two equally heavy keys with orthogonal values,
 # one rounded up and one down, which moves the row by 2^-8. Rounding the output moves no element by more than 2^-8, and
-# the rms over a row of 256 or more by less than 2^-9. (4.0e-3 is the worst of 2,400 simulated rows at each of 24 shapes.)
+# the rms over a row of 256 or more by less than 2^-9. (Of 2,400 simulated rows at each of 24 shapes the worst: 4.0e-3.)
 OUT_ROW_REL_L2 = 2.0**-8 + 2.0**-9
 # lse takes the weights before they are rounded; its error is that of the largest scores. Tensor cores cut the running
-# sum off after every step, by 2^-24 of it on average. A score is made of four quarters of at most nine steps each, so that
-# 9 * 2^-24 of its size is lost where all quarters have its sign: 3.2e-5 for the |s| <= 60 that models and tests have.
+# sum off after every step, by 2^-24 of it on average. A score is made of four quarters of at most nine steps each, so
+# that 9 * 2^-24 of its size is lost where all quarters have its sign: 3.2e-5 for the |s| <= 60 of models and tests.
 LSE_ABS = 9 * 2.0**-24 * 60
 
 _POINTERS = (
@@ -268,8 +268,8 @@ def verify_attn_paged(
         split_tokens: keys a block walks alone, a multiple of 16; 0: chosen on the device from the whole batch. When it
             is fixed, a request's bits depend on itself, max_q_len and num_heads alone.
         max_q_len: the most nodes of a request; a request with more is left out. None: min(total_q, 256).
-        max_kv_len: the longest prefix; it sizes the workspace with split_tokens (longer ones are then split more coarsely)
-            and is a hint otherwise. None: 0, for no hint.
+        max_kv_len: the longest prefix; it sizes the workspace with split_tokens (longer ones are then split more
+            coarsely) and is a hint otherwise. None: 0, for no hint.
         skip_prefix: leave the prefix out.
         skip_draft: leave the drafts out.
         kernel: a kernel of this op; `kdtree-engine kernels` lists them.
