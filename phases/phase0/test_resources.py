@@ -104,6 +104,15 @@ def test_a_spilling_kernel_is_caught(tmp_path: Path) -> None:
             "_ZN6kdtree47_GLOBAL__N__01003bb3_14_verify_attn_cu_99259f3918verify_attn_kernelILi256ELi32EEEv4args",
             "verify_attn_kernel<256,32>",
         ),
+        (
+            "_ZN6kdtree12_GLOBAL__N_130verify_attn_flash_paged_kernelINS0_8GeometryILi512ELi64EEENS0_10NarrowRowsILi2EEEEE"
+            "vNS0_6ParamsE",
+            "verify_attn_flash_paged_kernel<512,64,2>",
+        ),
+        (
+            "_ZN6kdtree12_GLOBAL__N_130verify_attn_flash_paged_kernelINS0_8GeometryILi512ELi0EEENS0_8WideRowsEEEvNS0_6ParamsE",
+            "verify_attn_flash_paged_kernel<512,0>",
+        ),
         ("main", "main"),
     ],
 )

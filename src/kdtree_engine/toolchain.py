@@ -189,8 +189,9 @@ def kernel_name(symbol: str) -> str:
         start = match.start(2)
         name = symbol[start : start + int(match[1])]
         if name.endswith("_kernel") and name.isidentifier():
-            arguments = re.match(r"I((?:Li\d+E)+)E", symbol[start + len(name) :])
-            values = re.findall(r"Li(\d+)E", arguments[1]) if arguments else []
+            # Up to the return type, which is void; a type among the arguments counts by its own numbers.
+            arguments = re.match(r"I(.*?)E+v", symbol[start + len(name) :])
+            values = re.findall(r"Li(\d+)E", arguments[1] + "E") if arguments else []
             return f"{name}<{','.join(values)}>" if values else name
     return symbol
 
