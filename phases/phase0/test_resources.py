@@ -33,6 +33,20 @@ def test_every_kernel_is_within_the_budget() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_fragments_fit_what_shared_memory_moves() -> None:
+    """On sm_120 fragment loads take less than shared memory moves in the time of the products, in every instantiation.
+
+    With the 512 wide latent and two row tiles a warp they take at most half, which leaves as much for copies, scores
+    and weights (kernel header); a kernel of one row tile reads each fragment for half as many products.
+    """
+    found = toolchain.fragment_bytes(library("cuda").path, "sm_120a")
+    assert any(kernel.startswith("verify_attn_flash_paged_kernel") for kernel in found)
+    for kernel, size in found.items():
+        if kernel.startswith("verify_attn_flash_paged_kernel"):
+            half = kernel.startswith("verify_attn_flash_paged_kernel<512,") and not kernel.endswith(",1>")
+            assert size <= toolchain.MMA_SHARED_BYTES * (0.5 if half else 1), kernel
+
+
 def test_every_kernel_has_code_for_every_architecture() -> None:
     archs = set(library("cuda").archs)
     assert {"sm_90", "sm_120a"} <= archs

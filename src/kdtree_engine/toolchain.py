@@ -211,6 +211,27 @@ def resources(library: Path) -> dict[str, dict[str, Resources]]:
     return table
 
 
+# An MMA of 16 x 8 x 16 is 4,096 FLOP: four clocks of an sm_120 SM, in which its shared memory moves 512 bytes.
+MMA_SHARED_BYTES = 4096 // 1024 * 128
+_LDMATRIX_BYTES = {"4": 512, "2": 256}
+
+
+def fragment_bytes(library: Path, arch: str) -> dict[str, float]:
+    """Bytes that `ldmatrix` reads for an MMA, per kernel that has any, counted in the machine code.
+
+    Loads and products stand in the code in the proportion in which the loops run them, but for the queries' fragments,
+    which are loaded once. `MMA_SHARED_BYTES` is what sm_120 could read meanwhile; the rest is left for copies, scores
+    and weights.
+    """
+    table = {}
+    for kernel, opcodes in sass(library, arch).items():
+        products = sum(op.startswith("HMMA") for op in opcodes)
+        if products:
+            loads = [op for op in opcodes if op.startswith("LDSM")]
+            table[kernel] = sum(_LDMATRIX_BYTES.get(op.rsplit(".", 1)[-1], 128) for op in loads) / products
+    return table
+
+
 def excesses(table: dict[str, dict[str, Resources]], shared_bytes: dict[str, int]) -> list[str]:
     """Which kernels break the budget, one line each: spilled registers, or more shared memory than sm_120 offers."""
     lines = [
@@ -311,6 +332,8 @@ def _resources(library: Path, write: Path | None) -> int:
         print(text, end="")
     else:
         replace_file(write, text.encode())
+    for kernel, size in sorted(fragment_bytes(library, "sm_120a").items()):
+        print(f"{kernel}: {size:.0f} bytes of fragments an MMA, {size / MMA_SHARED_BYTES:.0%} of what sm_120 can read")
     problems = excesses(table, shared_bytes)
     for problem in problems:
         print(problem, file=sys.stderr)
