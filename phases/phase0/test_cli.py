@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kdtree_engine import bundle, evidence, library
 from kdtree_engine.cli import main
 from phases.conftest import BUNDLES, ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +109,19 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: " in capsys.readouterr().out
 
 
-def test_a_closed_pipe_is_no_traceback() -> None:
-    command = [sys.executable, "-m", "kdtree_engine", "status", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["status --json", "kernels --json", "kernels"])
+def test_output_that_cannot_be_written_is_no_traceback(command: str, unbuffered: str) -> None:
+    """Whether the answer fails while it is written or, shorter than the buffer, only when it is flushed."""
+    words = [sys.executable, "-m", "kdtree_engine", *command.split()]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kdtree-engine: [Errno 28] No space left on device\n"

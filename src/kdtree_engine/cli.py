@@ -37,12 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return toolchain.main(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        # A short answer is still buffered here; a closed pipe has to show while it can be caught.
+        sys.stdout.flush()
+        return status
     except KdtreeError as error:
         print(f"kdtree-engine: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; what is still buffered must not fail once more at exit.
+    except OSError as error:
+        # A reader that has seen enough (head, less) is no news. What is still buffered must not fail again at exit.
+        if not isinstance(error, BrokenPipeError):
+            print(f"kdtree-engine: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
