@@ -6,7 +6,10 @@
 #include <string>
 
 #include "kdtree/capi.h"
+#include "kv_compact/kv_compact.cuh"
 #include "merge_partials/merge_partials.cuh"
+#include "tree_accept/tree_accept.cuh"
+#include "tree_build/tree_build.cuh"
 #include "verify_attn/verify_attn.cuh"
 #include "verify_attn/verify_attn_paged.cuh"
 
@@ -288,6 +291,193 @@ int check(const kdtree_merge_partials_args* args) {
   return status;
 }
 
+constexpr int64_t kMostNodes = 1025;
+const char* const kSplitBatch = "split the batch into several calls";
+const char* const kIndexTypes = "0 (int32), 1 (int64)";
+
+int alignment_of(int32_t index_type) { return index_type == KDTREE_INT64 ? 8 : 4; }
+
+int check(const kdtree_tree_build_args* args) {
+  int status = check_struct("kdtree_tree_build_args", args);
+  if (status == KDTREE_OK) status = check_range("batch", args->batch, 1, 65535, kSplitBatch);
+  if (status == KDTREE_OK) status = check_range("max_depth", args->max_depth, 0, 32, "draft fewer tokens ahead");
+  if (status == KDTREE_OK) status = check_range("max_width", args->max_width, 1, 64, "keep fewer candidates a depth");
+  if (status == KDTREE_OK) status = check_range("max_nodes", args->max_nodes, 1, kMostNodes, "draft smaller trees");
+  if (status == KDTREE_OK) status = check_type("token_type", args->token_type, KDTREE_INT64, kIndexTypes);
+  if (status == KDTREE_OK) status = check_type("index_type", args->index_type, KDTREE_INT64, kIndexTypes);
+  if (status != KDTREE_OK) return status;
+  const int token = alignment_of(args->token_type), index = alignment_of(args->index_type);
+  status = check_pointer("log_probs", args->log_probs, 4, args->max_depth == 0);
+  if (status == KDTREE_OK) status = check_pointer("token_ids", args->token_ids, token, args->max_depth == 0);
+  if (status == KDTREE_OK) status = check_pointer("root_tokens", args->root_tokens, token, false);
+  if (status == KDTREE_OK) status = check_pointer("budgets", args->budgets, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("num_depths", args->num_depths, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("widths", args->widths, 4, true);
+  if (status == KDTREE_OK)
+    status = check_indices("seq_lens", args->seq_lens, args->seq_lens_type, "seq_lens_type", true);
+  if (status == KDTREE_OK) status = check_pointer("tokens", args->tokens, token, false);
+  if (status == KDTREE_OK) status = check_pointer("parents", args->parents, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("depths", args->depths, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("positions", args->positions, index, true);
+  if (status == KDTREE_OK) status = check_pointer("visibility", args->visibility, 1, true);
+  if (status == KDTREE_OK) status = check_pointer("visibility_bits", args->visibility_bits, 8, true);
+  if (status == KDTREE_OK) status = check_pointer("retrive_index", args->retrive_index, index, true);
+  if (status == KDTREE_OK) status = check_pointer("retrive_next_token", args->retrive_next_token, index, true);
+  if (status == KDTREE_OK) status = check_pointer("retrive_next_sibling", args->retrive_next_sibling, index, true);
+  if (status == KDTREE_OK) status = check_pointer("num_nodes", args->num_nodes, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("status", args->status, 4, false);
+  return status;
+}
+
+// Where each request's rows are: what tree_accept and kv_compact have in common.
+template <class Args>
+int check_layout(const Args& args) {
+  int status = check_range("batch", args.batch, 1, 65535, kSplitBatch);
+  if (status == KDTREE_OK) status = check_range("max_q_len", args.max_q_len, 1, kMostNodes, "draft smaller trees");
+  if (status == KDTREE_OK) status = check_range("max_path", args.max_path, 1, kMostNodes, "draft shallower trees");
+  if (status == KDTREE_OK) status = check_range("total_q", args.total_q, 1, kMostInt, kSplitBatch);
+  if (status == KDTREE_OK) status = check_indices("qo_indptr", args.qo_indptr, args.qo_indptr_type, "qo_indptr_type", true);
+  if (status != KDTREE_OK) return status;
+  if (args.qo_indptr != nullptr) return check_absent("num_nodes", args.num_nodes, "beside qo_indptr");
+  if (args.total_q != args.batch * args.max_q_len) {
+    return fail(KDTREE_INVALID_ARGUMENT,
+                "total_q: got %lld, expected batch * max_q_len = %lld without qo_indptr; pad the trees or pass qo_indptr",
+                static_cast<long long>(args.total_q), static_cast<long long>(args.batch * args.max_q_len));
+  }
+  return check_pointer("num_nodes", args.num_nodes, 4, true);
+}
+
+int check_sizes(const kdtree_tree_accept_args* args) {
+  int status = check_struct("kdtree_tree_accept_args", args);
+  if (status == KDTREE_OK) status = check_range("total_q", args->total_q, 1, kMostInt, kSplitBatch);
+  if (status == KDTREE_OK)
+    status = check_type("target", args->target, KDTREE_TARGET_SAMPLE, "0 (tokens), 1 (argmax), 2 (sample)");
+  if (status == KDTREE_OK && args->target != KDTREE_TARGET_TOKENS) {
+    status = check_range("vocab_size", args->vocab_size, 1, kMostInt, "pass the width of logits");
+  }
+  return status;
+}
+
+int check_target(const kdtree_tree_accept_args& args) {
+  if (args.target == KDTREE_TARGET_TOKENS) {
+    return check_pointer("target_tokens", args.target_tokens, alignment_of(args.token_type), false);
+  }
+  int status = check_absent("target_tokens", args.target_tokens, "where the target is worked out from logits");
+  if (status == KDTREE_OK)
+    status = check_type("logits_type", args.logits_type, KDTREE_FLOAT32, "0 (bfloat16), 1 (float32)");
+  if (status == KDTREE_OK) status = check_pointer("logits", args.logits, 16, false);
+  if (status == KDTREE_OK) {
+    status = check_range("logits_stride", args.logits_stride, args.vocab_size, kMostInt, "pass rows that do not overlap");
+  }
+  if (status != KDTREE_OK || args.target == KDTREE_TARGET_ARGMAX) return status;
+  status = check_pointer("uniforms", args.uniforms, 4, false);
+  if (status == KDTREE_OK && !(args.temperature > 0.0f && !std::isinf(args.temperature))) {
+    status = fail(KDTREE_INVALID_ARGUMENT,
+                  "temperature: got %g, expected a finite number > 0; for the most probable token take target 1 (argmax)",
+                  static_cast<double>(args.temperature));
+  }
+  return status;
+}
+
+int check(const kdtree_tree_accept_args* args) {
+  int status = check_sizes(args);
+  if (status == KDTREE_OK) status = check_layout(*args);
+  if (status == KDTREE_OK) status = check_type("token_type", args->token_type, KDTREE_INT64, kIndexTypes);
+  if (status == KDTREE_OK) status = check_type("index_type", args->index_type, KDTREE_INT64, kIndexTypes);
+  if (status != KDTREE_OK) return status;
+  const int token = alignment_of(args->token_type), index = alignment_of(args->index_type);
+  status = check_pointer("tokens", args->tokens, token, false);
+  if (status == KDTREE_OK && args->parents != nullptr) {
+    status = check_pointer("parents", args->parents, 4, false);
+    if (status == KDTREE_OK) status = check_absent("retrive_next_token", args->retrive_next_token, "beside parents");
+    if (status == KDTREE_OK) {
+      status = check_absent("retrive_next_sibling", args->retrive_next_sibling, "beside parents");
+    }
+  } else if (status == KDTREE_OK) {
+    if (args->retrive_next_token == nullptr && args->retrive_next_sibling == nullptr) {
+      return fail(KDTREE_INVALID_ARGUMENT,
+                  "parents: got a null pointer, expected parents, or retrive_next_token and retrive_next_sibling; pass "
+                  "the tree");
+    }
+    status = check_pointer("retrive_next_token", args->retrive_next_token, index, false);
+    if (status == KDTREE_OK) status = check_pointer("retrive_next_sibling", args->retrive_next_sibling, index, false);
+  }
+  if (status == KDTREE_OK) status = check_target(*args);
+  if (status == KDTREE_OK) status = check_pointer("path", args->path, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("path_len", args->path_len, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("bonus", args->bonus, token, false);
+  if (status == KDTREE_OK) status = check_pointer("node_targets", args->node_targets, token, true);
+  if (status == KDTREE_OK) status = check_pointer("accept_index", args->accept_index, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("accept_token_num", args->accept_token_num, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("predicts", args->predicts, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("status", args->status, 4, false);
+  return status;
+}
+
+// Where the rows of the nodes are: slots, or a page table.
+int check_slots(const kdtree_kv_compact_args& args) {
+  int status = check_type("slots_type", args.slots_type, KDTREE_INT64, kIndexTypes);
+  if (status != KDTREE_OK) return status;
+  const int slot = alignment_of(args.slots_type);
+  if (args.node_slots != nullptr) {
+    status = check_pointer("node_slots", args.node_slots, slot, false);
+    if (status == KDTREE_OK) status = check_absent("page_table", args.page_table, "beside node_slots");
+    if (status == KDTREE_OK) status = check_absent("kv_lens", args.kv_lens, "beside node_slots");
+    return status;
+  }
+  if (args.page_table == nullptr) {
+    return fail(KDTREE_INVALID_ARGUMENT,
+                "node_slots: got a null pointer, expected node_slots, or page_table with kv_lens; pass one of them");
+  }
+  status = check_pointer("page_table", args.page_table, slot, false);
+  if (status == KDTREE_OK) status = check_indices("kv_lens", args.kv_lens, args.kv_lens_type, "kv_lens_type");
+  if (status == KDTREE_OK) status = check_range("page_size", args.page_size, 1, 65536, "pass the tokens of a page");
+  if (status == KDTREE_OK) {
+    status = check_range("page_table_columns", args.page_table_columns, 1, kMostInt, "pass the pages of a request");
+  }
+  if (status == KDTREE_OK) {
+    status = check_range("page_table_stride", args.page_table_stride, args.page_table_columns, kMostInt,
+                         "pass rows that do not overlap");
+  }
+  return status;
+}
+
+int check(const kdtree_kv_compact_args* args) {
+  int status = check_struct("kdtree_kv_compact_args", args);
+  if (status == KDTREE_OK) status = check_layout(*args);
+  if (status == KDTREE_OK) status = check_range("num_layers", args->num_layers, 1, 65535, "compact in several calls");
+  if (status == KDTREE_OK) status = check_range("num_slots", args->num_slots, 1, kMostInt, "pass the pool's rows");
+  if (status == KDTREE_OK) status = check_range("row_bytes", args->row_bytes, 1, 65536, "pass the bytes of a row");
+  if (status == KDTREE_OK) {
+    status = check_range("slot_stride", args->slot_stride, args->row_bytes, kMostInt, "pass rows that do not overlap");
+  }
+  if (status != KDTREE_OK) return status;
+  if (args->pool == nullptr && args->layer_pools == nullptr) {
+    return fail(KDTREE_INVALID_ARGUMENT,
+                "pool: got a null pointer, expected a pool, or layer_pools with one address a layer; pass one of them");
+  }
+  if (args->pool != nullptr) {
+    status = check_pointer("pool", args->pool, 1, false);
+    if (status == KDTREE_OK) status = check_absent("layer_pools", args->layer_pools, "beside pool");
+    if (status == KDTREE_OK && args->num_layers > 1) {
+      status = check_range("layer_stride", args->layer_stride, args->row_bytes, INT64_MAX / args->num_layers,
+                           "pass layers that do not overlap");
+    }
+  } else {
+    status = check_pointer("layer_pools", args->layer_pools, 8, false);
+  }
+  if (status == KDTREE_OK) status = check_slots(*args);
+  if (status != KDTREE_OK) return status;
+  const int slot = alignment_of(args->slots_type);
+  status = check_pointer("path", args->path, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("path_len", args->path_len, 4, false);
+  if (status == KDTREE_OK) status = check_pointer("committed_slots", args->committed_slots, slot, true);
+  if (status == KDTREE_OK) status = check_pointer("free_slots", args->free_slots, slot, true);
+  if (status == KDTREE_OK) status = check_pointer("num_free", args->num_free, 4, true);
+  if (status == KDTREE_OK) status = check_pointer("status", args->status, 4, false);
+  return status;
+}
+
 template <class Args>
 int check_workspace(const char* op, const Args& args, int64_t bytes) {
   if (bytes == 0) return KDTREE_OK;
@@ -323,6 +513,9 @@ const kdtree_kernel_info kKernels[] = {
     {"verify_attn_flash_paged", "verify_attn_paged", "bfloat16", "paged", kGeometries, "sm_80+", 2,
      verify_attn_flash_paged_shared_bytes()},
     {"merge_partials", "merge_partials", "bfloat16", "dense", kGeometries, "sm_80+", 2, merge_partials_shared_bytes()},
+    {"tree_build", "tree_build", "float32", "dense", "", "sm_80+", 2, tree_build_shared_bytes()},
+    {"tree_accept", "tree_accept", "bfloat16", "dense", "", "sm_80+", 2, tree_accept_shared_bytes()},
+    {"kv_compact", "kv_compact", "any", "paged", "", "sm_80+", 2, kv_compact_shared_bytes()},
 };
 constexpr int kNumKernels = sizeof(kKernels) / sizeof(kKernels[0]);
 
@@ -382,6 +575,31 @@ int kdtree_merge_partials(const kdtree_merge_partials_args* args, void* stream) 
   const int status = kdtree::check(args);
   if (status != KDTREE_OK) return status;
   return kdtree::launched("merge_partials", kdtree::launch_merge_partials(*args, stream));
+}
+
+int kdtree_tree_build(const kdtree_tree_build_args* args, void* stream) {
+  const int status = kdtree::check(args);
+  if (status != KDTREE_OK) return status;
+  return kdtree::launched("tree_build", kdtree::launch_tree_build(*args, stream));
+}
+
+int kdtree_tree_accept_workspace_size(const kdtree_tree_accept_args* args, size_t* bytes) {
+  return kdtree::workspace_size(args, bytes, kdtree::tree_accept_workspace_bytes);
+}
+
+int kdtree_tree_accept(const kdtree_tree_accept_args* args, void* stream) {
+  int status = kdtree::check(args);
+  if (status == KDTREE_OK) {
+    status = kdtree::check_workspace("tree_accept", *args, kdtree::tree_accept_workspace_bytes(*args));
+  }
+  if (status != KDTREE_OK) return status;
+  return kdtree::launched("tree_accept", kdtree::launch_tree_accept(*args, stream));
+}
+
+int kdtree_kv_compact(const kdtree_kv_compact_args* args, void* stream) {
+  const int status = kdtree::check(args);
+  if (status != KDTREE_OK) return status;
+  return kdtree::launched("kv_compact", kdtree::launch_kv_compact(*args, stream));
 }
 
 }  // extern "C"

@@ -70,15 +70,14 @@ def _tree_problems(bundle: Bundle) -> list[str]:
     reasons = []
     for b in range(bundle.batch):
         rows = bundle.nodes(b)
-        try:
-            tree = tree_build(
-                bundle.drafter.log_probs[b],
-                bundle.drafter.token_ids[b],
-                int(bundle.drafter.budget[b]),
-                int(bundle.tree.tokens[rows][0]),
-            )
-        except ValueError as error:
-            reasons.append(f"request {b}: drafter/{error}")
+        tree = tree_build(
+            bundle.drafter.log_probs[b],
+            bundle.drafter.token_ids[b],
+            int(bundle.drafter.budget[b]),
+            int(bundle.tree.tokens[rows][0]),
+        )
+        if tree.status:
+            reasons.append(f"request {b}: drafter: row {tree.usable_depth} is bad ({tree.status.name})")
             continue
         for name in ("tokens", "parents", "depths"):
             if not np.array_equal(getattr(tree, name), getattr(bundle.tree, name)[rows]):

@@ -1,7 +1,7 @@
 """What all gates share. A gate test asks for these by name:
 
     place         the `phases.places.Place` of --place, host (default) or cuda
-    kernel_name   each kernel of the library that the test's own phase proves; of one op if the test's module has OP
+    kernel_name   each kernel of the library that the test's own phase proves; of some ops if the test's module has OPS
     bundle        each bundle under fixtures/bundles; bundle_path is its file
     evidence      evidence(kernel=..., bundle=..., **figures): what this test found out, kept with its outcome
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 BUNDLES = ROOT / "fixtures" / "bundles"
 # Files that make sense at one place only. They are left out elsewhere, not skipped.
-ONLY_AT = {"test_cuda.py": "cuda", "test_host_variants.py": "host", "test_injected_bugs.py": "host"}
+ONLY_AT = {"cuda": "cuda", "host_variants": "host", "injected_bugs": "host"}  # by how a file's name ends
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     # Phase 0 is about the machine that builds; on a GPU only what runs there counts.
     usual = "host" if collection_path.parent.name == "phase0" else None
-    wanted = ONLY_AT.get(collection_path.name, usual)
+    wanted = next((kind for ending, kind in ONLY_AT.items() if collection_path.stem.endswith(f"_{ending}")), usual)
     return True if wanted not in (None, config.getoption("--place")) else None
 
 
@@ -88,8 +88,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             infos = _place(metafunc.config.getoption("--place")).kernels(phase)
         except KernelError as error:
             raise pytest.UsageError(str(error)) from error
-        op = getattr(metafunc.module, "OP", None)
-        metafunc.parametrize("kernel_name", [info.name for info in infos if op in (None, info.op)])
+        ops = getattr(metafunc.module, "OPS", {info.op for info in infos})
+        metafunc.parametrize("kernel_name", [info.name for info in infos if info.op in ops])
     if "bundle_path" in metafunc.fixturenames:
         paths = bundles.find(BUNDLES)
         metafunc.parametrize("bundle_path", paths, ids=[path.stem for path in paths])
@@ -202,7 +202,10 @@ class Recorder:
         return [{"layout": "", **entry, **entry["verdict"]} for entry in figures if "verdict" in entry]
 
     def _covered(self) -> list[list[str]]:
+        """An attention kernel covers a bundle by its verdict, one without rounding by giving what the bundle says."""
         pairs = {(verdict["kernel"], verdict["bundle"]) for verdict in self._verdicts() if verdict["token_exact"]}
+        for test in self._tests.values():
+            pairs |= {(entry["kernel"], entry["bundle"]) for entry in test["figures"] if entry.get("equal")}
         return sorted(map(list, pairs))
 
     def _worst(self) -> dict[str, dict[str, float]]:

@@ -144,8 +144,8 @@ def library(sources: Sequence[Path], variant: Variant = "plain", runtime_flags: 
 
 def sources() -> list[Path]:
     """Sources of the product's host library."""
-    kernels = [*sorted(KERNELS.glob("verify_attn/*.cu")), *sorted(KERNELS.glob("merge_partials/*.cu"))]
-    return [*kernels, KERNELS / "capi.cu"]
+    ops = ("verify_attn", "merge_partials", "tree_build", "tree_accept", "kv_compact")
+    return [*(source for op in ops for source in sorted(KERNELS.glob(f"{op}/*.cu"))), KERNELS / "capi.cu"]
 
 
 def product(variant: Variant) -> Path:

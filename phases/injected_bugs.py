@@ -47,12 +47,15 @@ class Bug:
 
 
 def run(
-    gate: str, source: Path, bug: Bug | None, variant: host_build.Variant, folder: Path
+    gate: str, source: Path, bug: Bug | None, variant: host_build.Variant, folder: Path, *options: str
 ) -> subprocess.CompletedProcess[str]:
-    """The check of module `gate`, which calls `judge`, on a library with the bug, in a process of its own."""
+    """The check of module `gate`, which calls `judge`, on a library with the bug, in a process of its own.
+
+    The module gets the library and `options` on its command line.
+    """
     sources = [_usual(path, host_build.BUILD / "usual") for path in host_build.sources() if path != source]
     library = host_build.library([_usual(source, folder, bug), *sources], variant)
-    command = [sys.executable, "-m", gate, str(library)]
+    command = [sys.executable, "-m", gate, str(library), *options]
     environment = host_build.asan_environment(os.environ) if variant == "asan" else dict(os.environ)
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -93,4 +96,5 @@ def assert_caught(bug: Bug, source: Path, result: subprocess.CompletedProcess[st
         assert source.name in result.stderr, "the report names no source line"
     else:
         assert result.returncode not in (0, 2), "nothing noticed"
-        assert "may not be accessed" in result.stderr or "AddressSanitizer" in result.stderr
+        reports = ("may not be accessed", "AddressSanitizer", "runtime error: ")
+        assert any(report in result.stderr for report in reports), result.stderr[-4000:]

@@ -11,14 +11,14 @@ import sys
 TOOLS = ("memcheck", "racecheck", "synccheck")
 
 
-def summary(tool: str, module: str) -> str:
-    """The tool's last word on `python -m module`, which prints how many calls it made; any finding fails.
+def summary(tool: str, module: str, *options: str) -> str:
+    """The tool's last word on `python -m module` with `options`; any finding fails.
 
-    Each tensor is an allocation of its own, so that bounds are exact.
+    The module prints how many calls it made. Each tensor is an allocation of its own, so that bounds are exact.
     """
     program = shutil.which("compute-sanitizer")
     assert program is not None, "compute-sanitizer is not on PATH; install the CUDA toolkit's or add its folder"
-    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module]
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", module, *options]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     report = result.stdout + result.stderr

@@ -178,6 +178,7 @@ __device__ __forceinline__ float warp_max(float value) { return lanes_max<32>(va
 // Of whole numbers, over the warp.
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
 __device__ __forceinline__ int warp_max(int value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 __device__ __forceinline__ uint32_t warp_min(uint32_t value) { return __reduce_min_sync(0xffffffffu, value); }
 
 // bf16 is a uint16_t. Conversions round to nearest even; a NaN becomes 0x7fff.
@@ -210,6 +211,13 @@ __device__ __forceinline__ float2 unpack_f16x2(uint32_t packed) {
       : "=f"(pair.x), "=f"(pair.y)
       : "r"(packed));
   return pair;
+}
+
+// The larger; NaN when either is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
 }
 
 // 2^value to a relative 2^-22; results below the normal range are 0.

@@ -171,6 +171,8 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
+inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline int __popcll(unsigned long long bits) { return std::popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
@@ -244,6 +246,9 @@ inline int warp_sum(int value, simt::Site at = simt::Site::current()) {
 inline int warp_max(int value, simt::Site at = simt::Site::current()) {
   return warp_reduce(value, [](int a, int b) { return max(a, b); }, at);
 }
+inline uint32_t warp_max(uint32_t value, simt::Site at = simt::Site::current()) {
+  return warp_reduce(value, [](uint32_t a, uint32_t b) { return max(a, b); }, at);
+}
 inline uint32_t warp_min(uint32_t value, simt::Site at = simt::Site::current()) {
   return warp_reduce(value, [](uint32_t a, uint32_t b) { return min(a, b); }, at);
 }
@@ -289,6 +294,8 @@ inline uint32_t pack_f16x2(float lo, float hi) {
 inline float2 unpack_f16x2(uint32_t packed) {
   return {f16_to_float(static_cast<uint16_t>(packed)), f16_to_float(static_cast<uint16_t>(packed >> 16))};
 }
+
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 
 inline float exp2_approx(float value) {
   const float power = std::exp2(value);

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracle.request_status import RequestStatus
 from oracle.tree_accept import compact, tree_accept, verify_tree_greedy
 from oracle.tree_build import Tree, links, positions, tree_build, visibility
 
@@ -141,16 +142,21 @@ def test_a_row_that_is_not_a_distribution_ends_the_depth(bad: float, row: int) -
     log_probs[row, 0] = bad
     tree = tree_build(log_probs, token_ids, 100, 5)
     assert tree.usable_depth == row
+    assert RequestStatus.NOT_A_NUMBER in tree.status
     assert tree.depths.max() == row
 
 
-def test_bad_marginals_are_refused() -> None:
+def test_a_row_that_rises_or_repeats_ends_the_depth() -> None:
     log_probs, token_ids = marginals(1, 3, 4)
-    with pytest.raises(ValueError, match="log_probs: row 1 rises"):
-        tree_build(np.concatenate([log_probs[:1], log_probs[1:, ::-1]]), token_ids, 5, 5)
+    rising = np.concatenate([log_probs[:1], log_probs[1:, ::-1]])
+    tree = tree_build(rising, token_ids, 5, 5)
+    assert (tree.usable_depth, tree.status) == (1, RequestStatus.RISING)
     token_ids[2, 3] = token_ids[2, 0]
-    with pytest.raises(ValueError, match="token_ids: row 2 repeats"):
-        tree_build(log_probs, token_ids, 5, 5)
+    tree = tree_build(log_probs, token_ids, 100, 5)
+    assert (tree.usable_depth, tree.status) == (2, RequestStatus.REPEATED_TOKEN)
+    assert tree.depths.max() == 2
+    # Of several bad rows the first counts.
+    assert tree_build(rising, token_ids, 5, 5).status == RequestStatus.RISING
 
 
 trees = st.integers(1, 24).flatmap(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Evidence = Callable[..., None]
 
-OP = "verify_attn_paged"
+OPS = ("verify_attn_paged",)
 
 
 def test_controls_are_detected(place: Place, kernel_name: str, bundle: Bundle, evidence: Evidence) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Evidence = Callable[..., None]
 
-OP = "verify_attn_paged"
+OPS = ("verify_attn_paged",)
 
 
 def random(*shape: int, seed: int = 0) -> Any:
@@ -261,4 +261,4 @@ def test_the_hosts_cases(place: Place, kernel_name: str, case: Case, evidence: E
 # that such a barrier separates (plan 0002). The host's race checker, which knows them, answers for this kernel.
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
 def test_sanitizer_is_silent(tool: str, evidence: Evidence) -> None:
-    evidence(tool=tool, summary=sanitizer.summary(tool, "phases.phase2.sanitized"))
+    evidence(tool=tool, summary=sanitizer.summary(tool, "phases.phase2.sanitized", "attention"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Evidence = Callable[..., None]
 
-OP = "verify_attn_paged"
+OPS = ("verify_attn_paged",)
 
 # Each row tile, layout and form; a request without nodes, one without a prefix, and garbage behind every live part.
 CASES = [

@@ -1,4 +1,4 @@
-"""Phase 2 on the host: the same bits in any thread order, with early or late copies, sanitised and race-checked."""
+"""Phase 2's attention on the host: the same bits in any thread order, with early or late copies, and no race."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Evidence = Callable[..., None]
+
+OPS = ("verify_attn_paged", "merge_partials")
 
 # (order, copies): with the default, forward and lazy, every order and both times of landing.
 SCHEDULES = [("forward", "eager"), ("reverse", "lazy"), ("random:1", "eager"), ("random:20260601", "lazy")]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Evidence = Callable[..., None]
 
-OP = "merge_partials"
+OPS = ("merge_partials",)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     Evidence = Callable[..., None]
 
+OPS = ("verify_attn_paged", "merge_partials")
 BOUNDS: dict[str, Any] = {
     "out_rel_l2": OUT_REL_L2,
     "out_row_rel_l2": OUT_ROW_REL_L2,

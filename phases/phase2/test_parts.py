@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Evidence = Callable[..., None]
 
-OP = "merge_partials"
+OPS = ("merge_partials",)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])

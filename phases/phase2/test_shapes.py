@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Evidence = Callable[..., None]
 
-OP = "verify_attn_paged"
+OPS = ("verify_attn_paged",)
 
 HEADS = [Case((3,), (40,), num_heads) for num_heads in (1, 2, 4, 5, 8, 10, 12, 16, 20, 32, 40, 64, 128)]
 NODES = [Case((n,), (37,), 2) for n in (1, 2, 15, 16, 17, 32, 33, 60, 63, 64, 65, 100, 128, 192, 256)]

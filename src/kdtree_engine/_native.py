@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Place = Literal["host", "cuda"]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 FILE_NAMES: dict[str, str] = {"host": "libkdtree_host.so", "cuda": "libkdtree.so"}
 
 

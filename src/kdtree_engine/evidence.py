@@ -61,6 +61,9 @@ _KERNEL_SOURCES = {
         "verify_attn/verify_attn_flash_paged.cu",
         "verify_attn/verify_attn_paged.cuh",
         "merge_partials",
+        "tree_build",
+        "tree_accept",
+        "kv_compact",
         "capi.cu",
     ),
 }

@@ -6,7 +6,7 @@ bfloat16 is a dtype of torch; in NumPy it is uint16, the upper half of a float32
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,11 @@ from kdtree_engine._native import library as find_library
 from kdtree_engine.errors import KernelError
 
 if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Mapping
+
     from kdtree_engine._native import Library
+    from kdtree_engine.contract import Axes
 
 
 def kind(value: object) -> str:
@@ -55,6 +59,10 @@ class NumpyAdaptor:
     def strides(self, tensor: Any) -> tuple[int, ...]:
         """In elements."""
         return tuple(stride // tensor.itemsize for stride in tensor.strides)
+
+    def itemsize(self, tensor: Any) -> int:
+        """Of an element, in bytes."""
+        return int(tensor.itemsize)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         # NumPy aligns small buffers to 16 bytes at best by chance: take an aligned piece of a larger one.
@@ -113,6 +121,10 @@ class TorchAdaptor:
         """In elements."""
         return tuple(tensor.stride())
 
+    def itemsize(self, tensor: Any) -> int:
+        """Of an element, in bytes."""
+        return int(tensor.element_size())
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._torch.empty(shape, dtype=getattr(self._torch, dtype), device=self._device)
 
@@ -127,6 +139,56 @@ def adaptor_for(name: str, tensor: object, *, host: bool = False) -> NumpyAdapto
     if type(tensor).__module__.partition(".")[0] == "torch":
         return TorchAdaptor(name, tensor, host=host)
     raise KernelError(name, f"got {kind(tensor)}, expected a NumPy array or a torch CUDA tensor; convert it")
+
+
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
+INDEX_DTYPES = ("int32", "int64")  # in the order of kdtree_index_type
+FLOAT_DTYPES = ("bfloat16", "float32")  # in the order of kdtree_float_type
+
+
+def put(
+    args: ctypes.Structure,
+    adaptor: NumpyAdaptor | TorchAdaptor,
+    axes: Axes,
+    name: str,
+    tensor: Any,
+    dtypes: tuple[str, ...],
+    shape: str,
+    *,
+    required: bool = False,
+    writes: bool = False,
+) -> None:
+    """Puts the address of a dense tensor into field `name` of an argument struct; None, unless `required`, is null.
+
+    Raises:
+        KernelError: another kind, device, dtype or shape than `dtypes` and the axis names in `shape`.
+    """
+    if tensor is None and not required:
+        return
+    adaptor.check(name, tensor, dtypes, writes=writes)
+    axes.check(name, tuple(tensor.shape), shape)
+    setattr(args, name, adaptor.pointer(tensor))
+
+
+def put_outputs(
+    args: ctypes.Structure,
+    adaptor: NumpyAdaptor | TorchAdaptor,
+    axes: Axes,
+    kind: type[Outputs],
+    given: Outputs | None,
+    specs: Mapping[str, tuple[tuple[str, ...], str]],
+    required: tuple[str, ...],
+) -> Outputs:
+    """Puts a named tuple of outputs, with the dtypes and axis names in `specs`, into an argument struct.
+
+    None allocates all of them, with the first of their dtypes; of given ones those not `required` may be None.
+    """
+    if given is None:
+        shapes = ((dtypes[0], tuple(axes[axis] for axis in names.split())) for dtypes, names in specs.values())
+        given = kind(*(adaptor.empty(shape, dtype) for dtype, shape in shapes))
+    for name, (dtypes, names) in specs.items():
+        put(args, adaptor, axes, name, getattr(given, name), dtypes, names, required=name in required, writes=True)
+    return given
 
 
 def number(name: str, value: object, hint: str) -> float:

@@ -33,7 +33,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a struct or the meaning of an argument changes. */
-#define KDTREE_ABI_VERSION 2
+#define KDTREE_ABI_VERSION 3
 
 typedef enum kdtree_status {
   KDTREE_OK = 0,
@@ -61,9 +61,9 @@ KDTREE_API const char* kdtree_build_archs(void);
 typedef struct kdtree_kernel_info {
   const char* name;       /* symbol without its "kdtree_" */
   const char* op;         /* its op; kernels of one op take the same argument struct */
-  const char* dtype;      /* of q and kv: "float32" or "bfloat16" */
+  const char* dtype;      /* of its floating-point input: "float32" or "bfloat16"; "any" when it only moves bytes */
   const char* layout;     /* "dense" or "paged" */
-  const char* geometries; /* d_latent/d_rope pairs, as "512/64 512/0" */
+  const char* geometries; /* d_latent/d_rope pairs, as "512/64 512/0"; empty when it has none */
   const char* archs;      /* what the kernel's instructions need: "sm_80+" */
   int32_t phase;          /* the pipeline phase that proves it */
   int64_t shared_bytes;   /* the most dynamic shared memory a block of it asks for */
@@ -231,6 +231,181 @@ typedef struct kdtree_merge_partials_args {
 } kdtree_merge_partials_args;
 
 KDTREE_API int kdtree_merge_partials(const kdtree_merge_partials_args* args, void* stream);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * A round of tree speculative decoding around verify attention: tree_build, tree_accept, kv_compact.
+ *
+ * Each works on a batch of requests. What is wrong with one request is said in its status word, the OR of the flags
+ * below; it never harms the others, and a request with a bad status is left in a state that a server can go on from.
+ *
+ * Trees come in one of two layouts. Padded, as tree_build writes them: request b has rows b * max_q_len and on, of which
+ * the first num_nodes[b] are its nodes. Ragged: with qo_indptr, request b has rows qo_indptr[b]..qo_indptr[b+1].
+ */
+typedef enum kdtree_request_status {
+  KDTREE_REQUEST_OK = 0,
+  KDTREE_NOT_A_NUMBER = 1,     /* NaN or +inf among log_probs, NaN among logits, or a uniform outside [0, 1) */
+  KDTREE_RISING = 2,           /* a row of log_probs is not in falling order */
+  KDTREE_REPEATED_TOKEN = 4,   /* a row of token_ids names a token twice */
+  KDTREE_SIZE_OUT_OF_RANGE = 8, /* a size of the request is outside the capacities of the call */
+  KDTREE_BAD_TREE = 16,        /* a parent or link is out of range, cyclic, or does not come before its child */
+  KDTREE_PATH_TOO_LONG = 32,   /* the accepted path does not fit in max_path */
+  KDTREE_BAD_PATH = 64,        /* not rising, or outside the request's nodes */
+  KDTREE_BAD_SLOT = 128        /* a node's slot is outside the pool */
+} kdtree_request_status;
+
+/* Op tree_build: the draft tree of the most probable prefixes, best first (DDTree).
+ *
+ * The drafter gives marginals: row d holds the candidates at depth d + 1. A prefix is a choice of candidate ranks, its
+ * score the float64 sum of their log-probabilities. Nodes are made in falling order of score, equal scores by the
+ * smaller rank tuple; the root is node 0. The score of a first child is its parent's plus log_probs; that of the next
+ * sibling is the previous sibling's, minus its own log-probability, plus the next one's, rounded in this order. A prefix
+ * of score -inf is never made. A row that holds NaN or +inf, rises, or repeats a token sets the status, and neither it
+ * nor the rows after it are used: the tree stays valid, and may be the root alone.
+ *
+ * Rows from num_nodes[b] to max_nodes - 1 hold roots without children: the root's token and position, parent -1,
+ * visible to themselves alone.
+ */
+typedef struct kdtree_tree_build_args {
+  size_t struct_size; /* sizeof(kdtree_tree_build_args) */
+
+  const float* log_probs;    /* [batch, max_depth, max_width], falling along a row; may be null when max_depth is 0 */
+  const void* token_ids;     /* token_type [batch, max_depth, max_width]; likewise */
+  const void* root_tokens;   /* token_type [batch] */
+  const int32_t* budgets;    /* [batch], nodes below the root, 0..max_nodes-1; null: max_nodes - 1 */
+  const int32_t* num_depths; /* [batch], rows in use, 0..max_depth; null: max_depth */
+  const int32_t* widths;     /* [batch], columns in use, 1..max_width; null: max_width */
+  const void* seq_lens;      /* seq_lens_type [batch], committed tokens before the root; null: 0 */
+
+  void* tokens;               /* token_type [batch, max_nodes] */
+  int32_t* parents;           /* [batch, max_nodes], node in the request, -1 for the root */
+  int32_t* depths;            /* [batch, max_nodes]; this and the next six may be null */
+  void* positions;            /* index_type [batch, max_nodes], seq_len + depth */
+  uint8_t* visibility;        /* [batch, max_nodes, max_nodes], 1 for a node itself and its ancestors */
+  uint64_t* visibility_bits;  /* [batch, max_nodes, (max_nodes + 63) / 64], bit j % 64 of word j / 64: sees node j */
+  void* retrive_index;        /* index_type [batch, max_nodes], row among all: b * max_nodes + i */
+  void* retrive_next_token;   /* index_type [batch, max_nodes], first child, -1 for none */
+  void* retrive_next_sibling; /* index_type [batch, max_nodes], -1 for none */
+  int32_t* num_nodes;         /* [batch], nodes made, the root counted */
+  int32_t* status;            /* [batch], kdtree_request_status */
+
+  int64_t batch;     /* 1..65535 */
+  int64_t max_depth; /* 0..32 */
+  int64_t max_width; /* 1..64 */
+  int64_t max_nodes; /* 1..1025, the root counted */
+  int32_t token_type; /* kdtree_index_type */
+  int32_t index_type;
+  int32_t seq_lens_type;
+} kdtree_tree_build_args;
+
+KDTREE_API int kdtree_tree_build(const kdtree_tree_build_args* args, void* stream);
+
+/* Op tree_accept: the path along which the draft tree agrees with the target.
+ *
+ * Every node has a target token: given, or the most probable by its logits (of equals the lower), or drawn from
+ * softmax(logits / temperature) by its uniform u: the first token whose cumulative probability exceeds u. (One that is
+ * 2^126 times less probable than the most probable counts as impossible.) From the root on, the walk goes to the first child that holds the present node's target token; the target token of the last node is
+ * the bonus. Drawing at each node and walking is lossless, since a node's logits depend on its own ancestors.
+ *
+ * A request with a bad status accepts nothing: path_len and accept_token_num 0, bonus -1, no row in path, accept_index
+ * and predicts.
+ */
+typedef enum kdtree_target {
+  KDTREE_TARGET_TOKENS = 0, /* target_tokens */
+  KDTREE_TARGET_ARGMAX = 1, /* logits */
+  KDTREE_TARGET_SAMPLE = 2  /* logits and uniforms */
+} kdtree_target;
+
+typedef struct kdtree_tree_accept_args {
+  size_t struct_size; /* sizeof(kdtree_tree_accept_args) */
+
+  const void* tokens;               /* token_type [total_q] */
+  const int32_t* parents;           /* [total_q], negative for the root; null: the two links */
+  const void* retrive_next_token;   /* index_type [total_q], first child, -1 for none; read only without parents */
+  const void* retrive_next_sibling; /* index_type [total_q], -1 for none */
+  const void* qo_indptr;            /* qo_indptr_type [batch + 1]; null: the padded layout */
+  const int32_t* num_nodes;         /* [batch], 0..max_q_len; null: max_q_len. Padded layout only */
+  const void* target_tokens;        /* token_type [total_q], with KDTREE_TARGET_TOKENS */
+  const void* logits;               /* logits_type [total_q, vocab_size], 16-byte aligned */
+  const float* uniforms;            /* [total_q], in [0, 1) */
+
+  int32_t* path;             /* [batch, max_path], accepted nodes in the request, root first, -1 behind */
+  int32_t* path_len;         /* [batch] */
+  void* bonus;               /* token_type [batch] */
+  void* node_targets;        /* token_type [total_q], every node's target token, -1 where there is none; this and the
+                                next three may be null */
+  int32_t* accept_index;     /* [batch, max_path], accepted rows among all, -1 behind */
+  int32_t* accept_token_num; /* [batch], accepted drafts, the root not counted */
+  int32_t* predicts;         /* [total_q], the target token of each accepted row, 0 in a request's other rows. Of a
+                                ragged batch, rows outside of all requests are left alone */
+  int32_t* status;           /* [batch], kdtree_request_status */
+  void* workspace;           /* 16-byte aligned; may be null when the size query says 0 */
+  size_t workspace_size;     /* bytes at workspace */
+
+  int64_t batch;         /* 1..65535 */
+  int64_t total_q;       /* rows; padded layout: batch * max_q_len */
+  int64_t max_q_len;     /* the most nodes of a request, 1..1025 */
+  int64_t max_path;      /* 1..1025; the tree's greatest depth + 1 always suffices */
+  int64_t vocab_size;    /* 1..2^31 - 1, with logits */
+  int64_t logits_stride; /* elements between rows of logits, at least vocab_size */
+  float temperature;     /* > 0 and finite, with KDTREE_TARGET_SAMPLE */
+  int32_t target;        /* kdtree_target */
+  int32_t logits_type;   /* kdtree_float_type */
+  int32_t token_type;    /* kdtree_index_type */
+  int32_t index_type;
+  int32_t qo_indptr_type;
+} kdtree_tree_accept_args;
+
+/* Bytes of workspace for these capacities: total_q, vocab_size, target. Only struct_size and the sizes are read. */
+KDTREE_API int kdtree_tree_accept_workspace_size(const kdtree_tree_accept_args* args, size_t* bytes);
+
+KDTREE_API int kdtree_tree_accept(const kdtree_tree_accept_args* args, void* stream);
+
+/* Op kv_compact: after acceptance, the accepted nodes' cache rows move to the request's first node slots, in all layers
+ * at once.
+ *
+ *   pool[layer][slot(k)] = pool[layer][slot(path[k])]   for k < path_len        committed: slot(0)..slot(path_len - 1)
+ *
+ * slot(i) is node i's slot: node_slots, or, with a page table, page_table[b][p / page_size] * page_size + p % page_size
+ * for p = kv_lens[b] + i. The slots of all nodes of a batch must differ. A path rises, so path[k] >= k, and every row is
+ * read before it is overwritten. Nothing but committed rows is written; those with path[k] = k are left alone. Slots of
+ * the nodes from path_len on are free. A request with a bad status moves, commits and frees nothing.
+ */
+typedef struct kdtree_kv_compact_args {
+  size_t struct_size; /* sizeof(kdtree_kv_compact_args) */
+
+  void* pool;               /* layer 0's rows; layer l begins layer_stride * l bytes later; null: layer_pools */
+  void* const* layer_pools; /* [num_layers] addresses, themselves in device memory; null: pool */
+  const void* node_slots;   /* slots_type, a slot for each row; null: the page table form */
+  const void* page_table;   /* slots_type [batch, page_table_columns], a request's pages in order */
+  const void* kv_lens;      /* kv_lens_type [batch], cached tokens before the root; page table form only */
+  const void* qo_indptr;    /* qo_indptr_type [batch + 1]; null: the padded layout */
+  const int32_t* num_nodes; /* [batch], 0..max_q_len; null: max_q_len. Padded layout only */
+  const int32_t* path;      /* [batch, max_path] of tree_accept */
+  const int32_t* path_len;  /* [batch], 0..min(nodes, max_path) */
+
+  void* committed_slots; /* slots_type [batch, max_path], -1 behind; may be null */
+  void* free_slots;      /* slots_type [batch, max_q_len], -1 behind; may be null */
+  int32_t* num_free;     /* [batch]; may be null */
+  int32_t* status;       /* [batch], kdtree_request_status */
+
+  int64_t batch;              /* 1..65535 */
+  int64_t total_q;            /* rows; padded layout: batch * max_q_len */
+  int64_t max_q_len;          /* 1..1025 */
+  int64_t max_path;           /* 1..1025 */
+  int64_t num_layers;         /* 1..65535 */
+  int64_t num_slots;          /* of each layer's pool */
+  int64_t row_bytes;          /* of a row: elements times their size, 1..65536 */
+  int64_t slot_stride;        /* bytes between slots, at least row_bytes */
+  int64_t layer_stride;       /* bytes between layers; read only with pool */
+  int64_t page_size;          /* 1..65536; page table form only */
+  int64_t page_table_columns; /* page table form only */
+  int64_t page_table_stride;  /* elements between the page table's rows; page table form only */
+  int32_t slots_type;         /* kdtree_index_type */
+  int32_t kv_lens_type;
+  int32_t qo_indptr_type;
+} kdtree_kv_compact_args;
+
+KDTREE_API int kdtree_kv_compact(const kdtree_kv_compact_args* args, void* stream);
 
 #ifdef __cplusplus
 } /* extern "C" */
