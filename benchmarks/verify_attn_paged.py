@@ -2,9 +2,8 @@
 
 Every point is a batch of equal requests with scattered token slots and a random tree each. Inputs are rotated: so many
 sets, with their own queries and slots in one pool, that 260 MB are read before one repeats. The calls of all sets are
-captured into one CUDA graph, whose replays are timed by events; the time of a call is the median replay divided by the
 captured into one CUDA graph, whose replays are timed by events; the time of a call is the median replay divided by
-when the outputs of the first set agree with float64.
+the number of sets. It counts when the outputs of the first set agree with float64.
 
     floor      max(bytes / 4.49 TB/s, flops / 630 TFLOP/s): the card's read bandwidth and its rate of mma.sync
     practical  what a very good mma.sync kernel could show: the measured time of gathering the rows, or flops at 545
@@ -18,12 +17,14 @@ import datetime
 import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.timed import Timed
 from kdtree_engine import __version__, evidence
 from kdtree_engine import library as find_library
 from kdtree_engine.ops.verify_attn_paged import LSE_ABS, OUT_ROW_REL_L2, verify_attn_paged
@@ -128,55 +129,35 @@ def problem(point: tuple[int, int, int, int], arguments: dict[str, Any], out: to
     return ""
 
 
-class Timed:
-    """A point's calls with one library, captured into a graph."""
+class TimedPoint(Timed):
+    """A point's calls with one library."""
 
     def __init__(self, point: tuple[int, int, int, int], sets: list[dict[str, Any]], library: Any) -> None:
         batch, nodes, heads, _ = point
-        self.stream, self.sets = torch.cuda.Stream(), len(sets)
-        self.times: list[float] = []  # microseconds a call
         out = torch.full((batch * nodes, heads, LATENT), torch.nan, dtype=torch.bfloat16, device="cuda")
         lse = torch.full((batch * nodes, heads), torch.nan, device="cuda")
         self.kept = (sets, out, lse)
-        with torch.cuda.stream(self.stream):
-            verify_attn_paged(**sets[0], out=out, lse=lse, library=library)
-        self.stream.synchronize()
+        verify_attn_paged(**sets[0], out=out, lse=lse, library=library)
         self.problem = problem(point, sets[0], out, lse)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
-            for arguments in sets:
-                verify_attn_paged(**arguments, out=out, lse=lse, library=library)
-        with torch.cuda.stream(self.stream):
-            self.graph.replay()
-            self.graph.replay()
-        self.stream.synchronize()
-
-    def replay(self) -> None:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.stream):
-            begin.record()
-            self.graph.replay()
-            end.record()
-        self.stream.synchronize()
-        self.times.append(begin.elapsed_time(end) * 1e3 / self.sets)
+        super().__init__([partial(verify_attn_paged, **each, out=out, lse=lse, library=library) for each in sets])
 
 
 def measure(
     point: tuple[int, int, int, int], pool: torch.Tensor, libraries: list[Any], replays: int, *, mask: bool = True
-) -> list[Timed]:
+) -> list[TimedPoint]:
     """The calls of every library at a point, timed in turns."""
     batch, nodes, heads, prefix = point
     moved = batch * (prefix + nodes) * WIDTH * 2 + batch * nodes * heads * (WIDTH + LATENT) * 2
     count = min(200, -(-ROTATED_BYTES // moved))
     sets = [inputs(point, pool, seed, mask=mask) for seed in range(count)]
-    timed = [Timed(point, sets, library) for library in libraries]
+    timed = [TimedPoint(point, sets, library) for library in libraries]
     for turn in range(replays):
         for each in timed if turn % 2 else reversed(timed):
             each.replay()
     return timed
 
 
-def row(point: tuple[int, int, int, int], timed: Timed) -> dict[str, Any]:
+def row(point: tuple[int, int, int, int], timed: TimedPoint) -> dict[str, Any]:
     """A point's figures."""
     batch, nodes, heads, prefix = point
     microseconds = statistics.median(timed.times)
