@@ -336,13 +336,15 @@ int check_layout(const Args& args) {
   if (status == KDTREE_OK) status = check_range("max_q_len", args.max_q_len, 1, kMostNodes, "draft smaller trees");
   if (status == KDTREE_OK) status = check_range("max_path", args.max_path, 1, kMostNodes, "draft shallower trees");
   if (status == KDTREE_OK) status = check_range("total_q", args.total_q, 1, kMostInt, kSplitBatch);
-  if (status == KDTREE_OK) status = check_indices("qo_indptr", args.qo_indptr, args.qo_indptr_type, "qo_indptr_type", true);
+  if (status == KDTREE_OK)
+    status = check_indices("qo_indptr", args.qo_indptr, args.qo_indptr_type, "qo_indptr_type", true);
   if (status != KDTREE_OK) return status;
   if (args.qo_indptr != nullptr) return check_absent("num_nodes", args.num_nodes, "beside qo_indptr");
   if (args.total_q != args.batch * args.max_q_len) {
-    return fail(KDTREE_INVALID_ARGUMENT,
-                "total_q: got %lld, expected batch * max_q_len = %lld without qo_indptr; pad the trees or pass qo_indptr",
-                static_cast<long long>(args.total_q), static_cast<long long>(args.batch * args.max_q_len));
+    return fail(
+        KDTREE_INVALID_ARGUMENT,
+        "total_q: got %lld, expected batch * max_q_len = %lld without qo_indptr; pad the trees or pass qo_indptr",
+        static_cast<long long>(args.total_q), static_cast<long long>(args.batch * args.max_q_len));
   }
   return check_pointer("num_nodes", args.num_nodes, 4, true);
 }
@@ -367,14 +369,16 @@ int check_target(const kdtree_tree_accept_args& args) {
     status = check_type("logits_type", args.logits_type, KDTREE_FLOAT32, "0 (bfloat16), 1 (float32)");
   if (status == KDTREE_OK) status = check_pointer("logits", args.logits, 16, false);
   if (status == KDTREE_OK) {
-    status = check_range("logits_stride", args.logits_stride, args.vocab_size, kMostInt, "pass rows that do not overlap");
+    status =
+        check_range("logits_stride", args.logits_stride, args.vocab_size, kMostInt, "pass rows that do not overlap");
   }
   if (status != KDTREE_OK || args.target == KDTREE_TARGET_ARGMAX) return status;
   status = check_pointer("uniforms", args.uniforms, 4, false);
   if (status == KDTREE_OK && !(args.temperature > 0.0f && !std::isinf(args.temperature))) {
-    status = fail(KDTREE_INVALID_ARGUMENT,
-                  "temperature: got %g, expected a finite number > 0; for the most probable token take target 1 (argmax)",
-                  static_cast<double>(args.temperature));
+    status =
+        fail(KDTREE_INVALID_ARGUMENT,
+             "temperature: got %g, expected a finite number > 0; for the most probable token take target 1 (argmax)",
+             static_cast<double>(args.temperature));
   }
   return status;
 }

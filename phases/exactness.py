@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
-import safetensors
 
 from kdtree_engine.bundle import Bundle, Expected, from_bfloat16, to_bfloat16
 from kdtree_engine.compare import Comparison, compare
-from kdtree_engine.errors import BundleError
+from kdtree_engine.decode import read_weights
+from kdtree_engine.errors import BundleError, DecodeError
 from oracle import mla_model
 from oracle.tree_accept import compact, tree_accept
 from oracle.verify_attn import verify_attn
@@ -46,6 +46,12 @@ FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 MARGIN_RATIO = 4.0
 BUDGET_DRAWS = 16
 BUDGET_SAFETY = 2.0
+
+
+def round_to_bfloat16(x: Array) -> Array:
+    """float64 values as a bfloat16 kernel input holds them."""
+    return from_bfloat16(to_bfloat16(x.astype(np.float32))).astype(np.float64)
+
 
 _ROUND_INPUTS: dict[str, Callable[[Array], Array]] = {
     "float32": lambda x: x.astype(np.float32),
@@ -172,19 +178,10 @@ def _seeded(config_json: str, seed: int) -> Model:
 @cache
 def _stored(folder: Path) -> Model:
     try:
-        config = json.loads((folder / "config.json").read_text())
-        tensors = safetensors.deserialize((folder / "target.safetensors").read_bytes())  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise BundleError(
-            "model", f"cannot read {error.filename}: {error.strerror}; restore fixtures/{folder.name}"
-        ) from None
-    return Model(config, as_float64({name: _tensor(entry) for name, entry in tensors}))
-
-
-def _tensor(entry: Mapping[str, Any]) -> Array:
-    stored = {"BF16": "<u2", "F32": "<f4", "F16": "<f2"}[entry["dtype"]]
-    values = np.frombuffer(entry["data"], stored).reshape(entry["shape"])
-    return from_bfloat16(values) if entry["dtype"] == "BF16" else values
+        weights, config = read_weights(folder, "target.safetensors", "config.json")
+    except DecodeError as error:
+        raise BundleError("model", str(error).removeprefix("model: ")) from None
+    return Model(config, as_float64(weights))
 
 
 def as_float64(weights: Mapping[str, Array]) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kdtree_engine import __version__, bundle, capture, evidence, toolchain
 from kdtree_engine._native import FILE_NAMES, Library, library
+from kdtree_engine.decode import command
 from kdtree_engine.errors import KdtreeError, KernelError
 from kdtree_engine.show import show, summary
 
@@ -83,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("file", type=Path, metavar="FILE")
     shown.set_defaults(run=_show)
 
-    for command in (kernels, status, shown):
-        command.add_argument("--json", action="store_true", help="print JSON")
+    generate = command.add_parser(commands)
+
+    for one in (kernels, status, shown, generate):
+        one.add_argument("--json", action="store_true", help="print JSON")
     # Listed here for --help; main() hands them over before this parser sees them.
     commands.add_parser("capture", help="record a verify step of a transformers model", add_help=False)
     commands.add_parser("toolchain", help="compilers and disassemblers of this machine", add_help=False)

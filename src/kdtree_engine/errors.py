@@ -25,5 +25,9 @@ class BundleError(_ArgumentError):
     """A bundle is damaged, of a newer format, or impossible. `argument` names the dataset or attribute."""
 
 
+class DecodeError(_ArgumentError):
+    """Decoding cannot go on: a setting, a model or a request is not possible. `argument` names the culprit."""
+
+
 class ToolchainError(KdtreeError):
     """A compiler or tool is missing or broken; the message says what to install."""

@@ -67,6 +67,8 @@ _KERNEL_SOURCES = {
         "capi.cu",
     ),
 }
+# Folders of the package that a phase proves besides its kernels.
+_CONTRACT_SOURCES = {"phase0": ("ops",), "phase1": ("ops",), "phase2": ("ops", "decode")}
 _CPP = {".cu", ".cuh", ".h", ".cpp", ".flags"}
 
 
@@ -142,10 +144,11 @@ def digests(root: Path, phase: str, place: str) -> dict[str, Any]:
     Comments, white space and formatting do not count, so that editing them leaves a GPU's record valid.
     """
     kernels = root / "kernels"
+    packages = [root / "src/kdtree_engine" / name for name in _CONTRACT_SOURCES[phase]]
     names = [*_KERNEL_SOURCES[phase], *(["host"] if place == "host" else [])]
     return {
         "kernels": _digest(root, [path for name in names for path in _sources(kernels / name, _CPP)]),
-        "contract": _digest(root, _sources(root / "src/kdtree_engine/ops", {".py"})),
+        "contract": _digest(root, [path for folder in packages for path in _sources(folder, {".py"})]),
         "oracle": _digest(root, _sources(root / "oracle", {".py"})),
         "bundles": {path.stem: bundles.digest(path) for path in bundles.find(root / "fixtures/bundles")},
     }

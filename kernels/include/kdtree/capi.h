@@ -238,19 +238,19 @@ KDTREE_API int kdtree_merge_partials(const kdtree_merge_partials_args* args, voi
  * Each works on a batch of requests. What is wrong with one request is said in its status word, the OR of the flags
  * below; it never harms the others, and a request with a bad status is left in a state that a server can go on from.
  *
- * Trees come in one of two layouts. Padded, as tree_build writes them: request b has rows b * max_q_len and on, of which
- * the first num_nodes[b] are its nodes. Ragged: with qo_indptr, request b has rows qo_indptr[b]..qo_indptr[b+1].
+ * Trees come in one of two layouts. Padded, as tree_build writes them: request b has rows b * max_q_len and on, of
+ * which the first num_nodes[b] are its nodes. Ragged: with qo_indptr, request b has rows qo_indptr[b]..qo_indptr[b+1].
  */
 typedef enum kdtree_request_status {
   KDTREE_REQUEST_OK = 0,
-  KDTREE_NOT_A_NUMBER = 1,     /* NaN or +inf among log_probs, NaN among logits, or a uniform outside [0, 1) */
-  KDTREE_RISING = 2,           /* a row of log_probs is not in falling order */
-  KDTREE_REPEATED_TOKEN = 4,   /* a row of token_ids names a token twice */
+  KDTREE_NOT_A_NUMBER = 1,      /* NaN or +inf among log_probs, NaN among logits, or a uniform outside [0, 1) */
+  KDTREE_RISING = 2,            /* a row of log_probs is not in falling order */
+  KDTREE_REPEATED_TOKEN = 4,    /* a row of token_ids names a token twice */
   KDTREE_SIZE_OUT_OF_RANGE = 8, /* a size of the request is outside the capacities of the call */
-  KDTREE_BAD_TREE = 16,        /* a parent or link is out of range, cyclic, or does not come before its child */
-  KDTREE_PATH_TOO_LONG = 32,   /* the accepted path does not fit in max_path */
-  KDTREE_BAD_PATH = 64,        /* not rising, or outside the request's nodes */
-  KDTREE_BAD_SLOT = 128        /* a node's slot is outside the pool */
+  KDTREE_BAD_TREE = 16,         /* a parent or link is out of range, cyclic, or does not come before its child */
+  KDTREE_PATH_TOO_LONG = 32,    /* the accepted path does not fit in max_path */
+  KDTREE_BAD_PATH = 64,         /* not rising, or outside the request's nodes */
+  KDTREE_BAD_SLOT = 128         /* a node's slot is outside the pool */
 } kdtree_request_status;
 
 /* Op tree_build: the draft tree of the most probable prefixes, best first (DDTree).
@@ -258,9 +258,9 @@ typedef enum kdtree_request_status {
  * The drafter gives marginals: row d holds the candidates at depth d + 1. A prefix is a choice of candidate ranks, its
  * score the float64 sum of their log-probabilities. Nodes are made in falling order of score, equal scores by the
  * smaller rank tuple; the root is node 0. The score of a first child is its parent's plus log_probs; that of the next
- * sibling is the previous sibling's, minus its own log-probability, plus the next one's, rounded in this order. A prefix
- * of score -inf is never made. A row that holds NaN or +inf, rises, or repeats a token sets the status, and neither it
- * nor the rows after it are used: the tree stays valid, and may be the root alone.
+ * sibling is the previous sibling's, minus its own log-probability, plus the next one's, rounded in this order. A
+ * prefix of score -inf is never made. A row that holds NaN or +inf, rises, or repeats a token sets the status, and
+ * neither it nor the rows after it are used: the tree stays valid, and may be the root alone.
  *
  * Rows from num_nodes[b] to max_nodes - 1 hold roots without children: the root's token and position, parent -1,
  * visible to themselves alone.
@@ -288,10 +288,10 @@ typedef struct kdtree_tree_build_args {
   int32_t* num_nodes;         /* [batch], nodes made, the root counted */
   int32_t* status;            /* [batch], kdtree_request_status */
 
-  int64_t batch;     /* 1..65535 */
-  int64_t max_depth; /* 0..32 */
-  int64_t max_width; /* 1..64 */
-  int64_t max_nodes; /* 1..1025, the root counted */
+  int64_t batch;      /* 1..65535 */
+  int64_t max_depth;  /* 0..32 */
+  int64_t max_width;  /* 1..64 */
+  int64_t max_nodes;  /* 1..1025, the root counted */
   int32_t token_type; /* kdtree_index_type */
   int32_t index_type;
   int32_t seq_lens_type;
@@ -303,8 +303,9 @@ KDTREE_API int kdtree_tree_build(const kdtree_tree_build_args* args, void* strea
  *
  * Every node has a target token: given, or the most probable by its logits (of equals the lower), or drawn from
  * softmax(logits / temperature) by its uniform u: the first token whose cumulative probability exceeds u. (One that is
- * 2^126 times less probable than the most probable counts as impossible.) From the root on, the walk goes to the first child that holds the present node's target token; the target token of the last node is
- * the bonus. Drawing at each node and walking is lossless, since a node's logits depend on its own ancestors.
+ * 2^126 times less probable than the most probable counts as impossible.) From the root on, the walk goes to the first
+ * child that holds the present node's target token; the target token of the last node is the bonus. Drawing at each
+ * node and walking is lossless, since a node's logits depend on its own ancestors.
  *
  * A request with a bad status accepts nothing: path_len and accept_token_num 0, bonus -1, no row in path, accept_index
  * and predicts.
@@ -366,9 +367,9 @@ KDTREE_API int kdtree_tree_accept(const kdtree_tree_accept_args* args, void* str
  *   pool[layer][slot(k)] = pool[layer][slot(path[k])]   for k < path_len        committed: slot(0)..slot(path_len - 1)
  *
  * slot(i) is node i's slot: node_slots, or, with a page table, page_table[b][p / page_size] * page_size + p % page_size
- * for p = kv_lens[b] + i. The slots of all nodes of a batch must differ. A path rises, so path[k] >= k, and every row is
- * read before it is overwritten. Nothing but committed rows is written; those with path[k] = k are left alone. Slots of
- * the nodes from path_len on are free. A request with a bad status moves, commits and frees nothing.
+ * for p = kv_lens[b] + i. The slots of all nodes of a batch must differ. A path rises, so path[k] >= k, and every row
+ * is read before it is overwritten. Nothing but committed rows is written; those with path[k] = k are left alone. Slots
+ * of the nodes from path_len on are free. A request with a bad status moves, commits and frees nothing.
  */
 typedef struct kdtree_kv_compact_args {
   size_t struct_size; /* sizeof(kdtree_kv_compact_args) */
