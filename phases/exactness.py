@@ -180,7 +180,8 @@ def _stored(folder: Path) -> Model:
     try:
         weights, config = read_weights(folder, "target.safetensors", "config.json")
     except DecodeError as error:
-        raise BundleError("model", str(error).removeprefix("model: ")) from None
+        reason = str(error).removeprefix("model: ").partition(";")[0]
+        raise BundleError("model", f"{reason}; restore fixtures/{folder.name}") from None
     return Model(config, as_float64(weights))
 
 

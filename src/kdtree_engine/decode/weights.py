@@ -28,15 +28,16 @@ def read_weights(folder: Path, tensors: str, config: str) -> tuple[dict[str, Arr
     Raises:
         DecodeError: a file is missing or damaged, or holds another type than bfloat16, float16 and float32.
     """
-    restore = f"restore {folder.parent.name}/{folder.name}, or take another folder"
     try:
         settings = json.loads((folder / config).read_text())
         entries = safetensors.deserialize((folder / tensors).read_bytes())  # type: ignore[no-untyped-call]
     except OSError as error:
-        raise DecodeError("model", f"cannot read {error.filename}: {error.strerror}; {restore}") from None
+        raise DecodeError(
+            "model", f"cannot read {error.filename}: {error.strerror}; restore it or take another"
+        ) from None
     except (ValueError, safetensors.SafetensorError) as error:
         line = " ".join(str(error).split())
-        raise DecodeError("model", f"a file is damaged: {line}; {restore}") from None
+        raise DecodeError("model", f"a file is damaged, {line}; restore it or take another") from None
     return {name: _tensor(name, entry) for name, entry in entries}, settings
 
 
