@@ -3,8 +3,8 @@
 # ///
 """The pipeline: `nox -s phase2` builds, proves phases 0, 1 and 2; `nox -s tests` also asks for the status.
 
-Phases need numpy and h5py, not torch, and no GPU: kernels then run on the host build of the same sources. Where there
-is a GPU, a phase runs on it as well. Every session installs what it needs; nothing else reaches the network.
+Phases 0 to 2 need numpy and h5py, not torch, and no GPU: kernels then run on the host build of the same sources. Where
+there is a GPU, a phase runs on it as well. Every session installs what it needs; nothing else reaches the network.
 """
 
 from __future__ import annotations
@@ -106,6 +106,16 @@ def phase2(session: nox.Session) -> None:
     install(session, "test")
     gate(session, "phase2")
     require(session, "phase0", "phase1", "phase2")
+
+
+@nox.session(requires=["phase2"])
+def phase3(session: nox.Session) -> None:
+    """Integration: SGLang's own classes run our kernel; installs SGLang and the torch that goes with it."""
+    install(session, "test", "sglang")
+    # Its own requirements are a GPU's; what its attention needs on a CPU is in the group.
+    session.install("--no-deps", *nox.project.dependency_groups(PYPROJECT, "sglang-alone"))
+    gate(session, "phase3")
+    require(session, "phase0", "phase1", "phase2", "phase3")
 
 
 @nox.session(requires=["phase2"])

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from kdtree_engine import __version__, bundle, capture, evidence, toolchain
 from kdtree_engine._native import FILE_NAMES, Library, library
-from kdtree_engine.decode import command
+from kdtree_engine.decode import command as decode_command
 from kdtree_engine.errors import KdtreeError, KernelError
+from kdtree_engine.sglang_backend import command as parity_command
 from kdtree_engine.show import show, summary
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("file", type=Path, metavar="FILE")
     shown.set_defaults(run=_show)
 
-    generate = command.add_parser(commands)
+    generate = decode_command.add_parser(commands)
+    parity = parity_command.add_parser(commands)
 
-    for one in (kernels, status, shown, generate):
+    for one in (kernels, status, shown, generate, parity):
         one.add_argument("--json", action="store_true", help="print JSON")
     # Listed here for --help; main() hands them over before this parser sees them.
     commands.add_parser("capture", help="record a verify step of a transformers model", add_help=False)

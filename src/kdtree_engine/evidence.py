@@ -67,8 +67,17 @@ _KERNEL_SOURCES = {
         "capi.cu",
     ),
 }
+# It integrates what phase 2 proves.
+_KERNEL_SOURCES["phase3"] = _KERNEL_SOURCES["phase2"]
+# Phases that prove something else than kernels on bundles.
+_WITHOUT_KERNELS = ("phase0", "phase3")
 # Folders of the package that a phase proves besides its kernels.
-_CONTRACT_SOURCES = {"phase0": ("ops",), "phase1": ("ops",), "phase2": ("ops", "decode")}
+_CONTRACT_SOURCES = {
+    "phase0": ("ops",),
+    "phase1": ("ops",),
+    "phase2": ("ops", "decode"),
+    "phase3": ("ops", "sglang_backend"),
+}
 _CPP = {".cu", ".cuh", ".h", ".cpp", ".flags"}
 
 
@@ -193,7 +202,7 @@ def judge(evidence: dict[str, Any], present: dict[str, Any]) -> tuple[str, str]:
         return "unproven", f"{counts['skipped']} tests were skipped"
     if not counts["passed"]:
         return "unproven", "the gate ran nothing"
-    if evidence["phase"] != "phase0":
+    if evidence["phase"] not in _WITHOUT_KERNELS:
         if not present["bundles"]:
             return "unproven", "there is no bundle"
         covered = {tuple(pair) for pair in evidence["covered"]}
