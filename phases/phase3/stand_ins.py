@@ -5,6 +5,7 @@ Nothing here replaces what a verify step runs, but for the interpreter's product
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
@@ -83,3 +84,30 @@ def _mend_bfloat16_products() -> None:
         return create_dot(self, widened(a), widened(b), c, *rest)
 
     interpreter.InterpreterBuilder.create_dot = mended
+
+
+def engine_without_cuda() -> None:
+    """What an engine asks for beyond the attention, where there is no CUDA: SGLang's own Triton kernels of a round."""
+    if torch.cuda.is_available():
+        return
+    rope = types.ModuleType("vllm._custom_ops")
+    vars(rope)["rotary_embedding"] = None  # imported, never called: the native rope runs
+    sys.modules["vllm._custom_ops"] = rope
+    torch.cuda.synchronize = lambda *_, **__: None
+
+
+def round_without_cuda() -> None:
+    """A plugin of the tests' own: tree build, greedy walk and cache locations by SGLang's Triton kernels."""
+    if torch.cuda.is_available():
+        return
+    for name, flag in (
+        ("sglang.kernels.ops.speculative.spec_tree", "_is_xpu"),
+        ("sglang.srt.speculative.eagle_utils", "_is_xpu"),
+        ("sglang.kernels.ops.speculative.cache_locs", "_is_cuda"),
+    ):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue  # another release has it elsewhere
+        if hasattr(module, flag):
+            setattr(module, flag, True)

@@ -248,9 +248,12 @@ class KDTreeMLAVerifyBackend(TritonAttnBackend):  # type: ignore[misc]
         if self._ready is not None and not self._ready.query():
             return
         if self._read is not None:
-            for layer_id, (calls, rel_l2, row_rel_l2, max_abs) in enumerate(self._read.tolist()):
+            figures = self._read.tolist()
+            for layer_id, (calls, rel_l2, row_rel_l2, max_abs) in enumerate(figures):
                 if calls:
                     self.parity.compared(layer_id, int(calls), rel_l2, row_rel_l2, max_abs)
+            if any(calls for calls, *_ in figures):
+                self.parity.log.write("counters", counters=dict(self.parity.counters))
             self.parity.promote(self._num_layers)
         if self._found.is_cuda:
             self._read = torch.empty(self._found.shape, pin_memory=True)

@@ -1,0 +1,137 @@
+"""A whole sglang.Engine with the trained tiny model: python -m phases.phase3.engine OUT.json ARGUMENTS.json
+
+Runs in a process of its own, and its processes' processes: what an import needs stands in through a sitecustomize that
+`environment` puts on the path, beside the entry point by which SGLang finds the backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kdtree_engine.decode import read_weights
+from phases.conftest import ROOT
+
+TINY = ROOT / "fixtures" / "tiny_model"
+_SITE = """
+import os
+if os.environ.get("KDTREE_STAND_INS"):
+    from phases.phase3 import stand_ins
+    stand_ins.install()
+    stand_ins.engine_without_cuda()
+"""
+_ENTRY_POINTS = """[sglang.srt.plugins]
+kdtree_engine = kdtree_engine.sglang_backend:register
+stand_ins = phases.phase3.stand_ins:round_without_cuda
+"""
+
+
+def checkpoint(folder: Path, architecture: str = "DeepseekV3ForCausalLM") -> Path:
+    """The tiny model as SGLang's loader takes it: the head by itself, and DeepSeek's yarn, here of factor 1.
+
+    A draft model goes by the architecture of DeepSeek V2, which is the same here: one of V3 would be taken for a layer
+    of multi-token prediction.
+    """
+    weights, config = read_weights(TINY, "target.safetensors", "config.json")
+    weights = {name: np.ascontiguousarray(value) for name, value in weights.items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    config |= {
+        "architectures": [architecture],
+        "tie_word_embeddings": False,
+        "moe_layer_freq": 1,
+        "rope_theta": 10000.0,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "torch_dtype": "bfloat16",
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    config.pop("rope_parameters", None)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def environment(folder: Path, **changes: str) -> dict[str, str]:
+    """Of a process that may run an engine; `folder` gets what has to be on its path."""
+    (folder / "kdtree_engine-0.dist-info").mkdir(parents=True, exist_ok=True)
+    (folder / "kdtree_engine-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kdtree-engine\nVersion: 0\n"
+    )
+    (folder / "kdtree_engine-0.dist-info" / "entry_points.txt").write_text(_ENTRY_POINTS)
+    (folder / "sitecustomize.py").write_text(_SITE)
+    path = [str(folder), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "KDTREE_STAND_INS": "1", **changes}
+
+
+def arguments(folder: Path, device: str) -> dict[str, Any]:
+    """Of a plain engine; one small batch, and nothing cached between requests."""
+    return {
+        "model_path": str(checkpoint(folder / "model")),
+        "device": device,
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.5,
+        "max_total_tokens": 2048,
+        "max_running_requests": 4,
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": True,
+        "context_length": 512,
+        "random_seed": 1,
+    }
+
+
+def speculative(folder: Path) -> dict[str, Any]:
+    """Trees of six nodes, two wide, drafted by the model itself, so that about half of what it drafts is accepted."""
+    return {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(checkpoint(folder / "draft", "DeepseekV2ForCausalLM")),
+        "speculative_draft_attention_backend": "triton",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 6,
+    }
+
+
+def main() -> None:
+    """Starts an engine, generates, and writes tokens and times."""
+    import sglang
+
+    out, arguments = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    prompts, count = arguments.pop("prompts"), arguments.pop("max_tokens")
+    began = time.perf_counter()
+    engine = sglang.Engine(**arguments)
+    ready = time.perf_counter()
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+    # One after the other: a verify step is then one request's.
+    results = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+    found = {
+        "tokens": [result["output_ids"] for result in results],
+        "meta": [result["meta_info"] for result in results],
+        "start_s": ready - began,
+        "generate_s": time.perf_counter() - ready,
+    }
+    out.write_text(json.dumps(found, default=str))
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
