@@ -152,6 +152,12 @@ class Recorder:
         if report.when == "call":
             test["figures"] += [figures for key, figures in report.user_properties if key == "evidence"]
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected is a test that failed: what it holds has not run."""
+        if report.failed:
+            name = report.nodeid.removeprefix(f"phases/{self._phase}/")
+            self._tests[name] = {"id": name, "outcome": "failed", "figures": []}
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return  # interrupted, or nothing collected: no evidence of anything

@@ -237,6 +237,17 @@ def test_a_gate_takes_no_selection(arguments: list[str], tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def write_gate(root: Path, **files: str) -> None:
+    """A phase 1 of some test files under the real conftest."""
+    phases = root / "phases"
+    (phases / "phase1").mkdir()
+    for name in ("__init__.py", "conftest.py", "paged.py", "places.py"):
+        shutil.copy(ROOT / "phases" / name, phases)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    for name, text in files.items():
+        (phases / "phase1" / f"{name}.py").write_text(text)
+
+
 NOTHING = "x = 1"
 SKIPS = "import pytest\n@pytest.mark.skip\ndef test_one(): ...\ndef test_two(): ..."
 PASSES = "def test_one(): ..."
@@ -254,12 +265,7 @@ FAILS = "def test_one(evidence):\n    evidence(figure=1)\n    assert False"
 )
 def test_half_a_gate_fails_and_says_so(gate: str, line: str, checkout: Path, tmp_path: Path) -> None:
     """The real conftest and a gate that runs nothing, skips, or leaves pairs out: not one of them ends with 0."""
-    phases = checkout / "phases"
-    (phases / "phase1").mkdir()
-    for name in ("__init__.py", "conftest.py", "paged.py", "places.py"):
-        shutil.copy(ROOT / "phases" / name, phases)
-    shutil.copy(ROOT / "pyproject.toml", checkout)
-    (phases / "phase1" / "test_gate.py").write_text(gate)
+    write_gate(checkout, test_gate=gate)
     workers = "2" if gate == FAILS else "0"
     result = run_gate(checkout, tmp_path / "evidence", "phases/phase1", "-n", workers)
     assert line in result.stdout, result.stdout + result.stderr
@@ -267,3 +273,13 @@ def test_half_a_gate_fails_and_says_so(gate: str, line: str, checkout: Path, tmp
     if gate == FAILS:
         found = evidence.read(tmp_path / "evidence" / "phase1.host.json")
         assert found["tests"] == [{"id": "test_gate.py::test_one", "outcome": "failed", "figures": [{"figure": 1}]}]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_file_that_cannot_be_collected_is_a_failure(workers: str, checkout: Path, tmp_path: Path) -> None:
+    """What is in it has not run, however many others pass; workers go on without it, a single process stops."""
+    write_gate(checkout, test_gate=PASSES, test_broken="raise ValueError")
+    result = run_gate(checkout, tmp_path / "evidence", "phases/phase1", "-n", workers)
+    assert result.returncode in {pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED}
+    verdict = "phase1: no evidence" if workers == "0" else "phase1 @ host: failing (1 of 2 tests fail)"
+    assert verdict in result.stdout, result.stdout + result.stderr

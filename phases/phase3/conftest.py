@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # SGLang and what it imports warn of much; of ours no warning passes, as elsewhere.
+    config.addinivalue_line("filterwarnings", "ignore")
+    config.addinivalue_line("filterwarnings", "error:::kdtree_engine")
     if config.getoption("--place") == "host":
         os.environ["TRITON_INTERPRET"] = "1"
     from phases.phase3 import stand_ins
