@@ -9,12 +9,14 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kdtree_engine import library as find_library
 
@@ -175,3 +177,14 @@ def asan_environment(environment: Mapping[str, str] | None = None) -> dict[str, 
         # Python frees little at exit, which is not a leak of ours.
         "ASAN_OPTIONS": "detect_leaks=0",
     }
+
+
+def under_asan(module: str, *options: str) -> Any:
+    """What `python -m module LIBRARY options` prints as JSON, in a process of its own with the sanitized library.
+
+    A finding of AddressSanitizer or UndefinedBehaviorSanitizer ends that process; AssertionError holds the report.
+    """
+    command = [sys.executable, "-m", module, str(product("asan")), *options]
+    done = subprocess.run(command, env=asan_environment(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -77,24 +75,13 @@ def test_sanitizers_are_silent(
     place: Place, kernel_name: str, bundle: Bundle, bundle_path: Path, evidence: Evidence
 ) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer in a process of their own; either ends it with a report."""
-    command = [
-        sys.executable,
-        "-m",
-        "phases.phase1.test_host_variants",
-        kernel_name,
-        str(host_build.product("asan")),
-        str(bundle_path),
-    ]
-    result = subprocess.run(
-        command, env=host_build.asan_environment(os.environ), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert json.loads(result.stdout) == digest(kernel_name, place.library.path, inputs(bundle))
+    found = host_build.under_asan("phases.phase1.test_host_variants", kernel_name, str(bundle_path))
+    assert found == digest(kernel_name, place.library.path, inputs(bundle))
     evidence(kernel=kernel_name, bundle=bundle.name)
 
 
 if __name__ == "__main__":
-    kernel_argument, library_argument, bundle_argument = sys.argv[1:]
+    library_argument, kernel_argument, bundle_argument = sys.argv[1:]
     from pathlib import Path
 
     result = digest(kernel_argument, Path(library_argument), inputs(bundles.read(bundle_argument)))

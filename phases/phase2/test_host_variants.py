@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -98,14 +96,10 @@ def test_race_checker_is_silent(
 
 def test_sanitizers_are_silent(place: Place, kernel_name: str, evidence: Evidence) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer in a process of their own; either ends it with a report."""
-    command = [sys.executable, "-m", "phases.phase2.test_host_variants", kernel_name, str(host_build.product("asan"))]
-    result = subprocess.run(
-        command, env=host_build.asan_environment(os.environ), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert json.loads(result.stdout) == [digest(subject, kernel_name, place.library.path) for subject in SUBJECTS]
+    found = host_build.under_asan("phases.phase2.test_host_variants", kernel_name)
+    assert found == [digest(subject, kernel_name, place.library.path) for subject in SUBJECTS]
     evidence(kernel=kernel_name)
 
 
 if __name__ == "__main__":
-    json.dump([digest(subject, sys.argv[1], Path(sys.argv[2])) for subject in SUBJECTS], sys.stdout)
+    json.dump([digest(subject, sys.argv[2], Path(sys.argv[1])) for subject in SUBJECTS], sys.stdout)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,14 +60,10 @@ def test_race_checker_is_silent(place: Place, kernel_name: str, evidence: Eviden
 
 def test_sanitizers_are_silent(place: Place, kernel_name: str, evidence: Evidence) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer in a process of their own; either ends it with a report."""
-    command = [sys.executable, "-m", __name__, kernel_name, str(host_build.product("asan"))]
-    result = subprocess.run(
-        command, env=host_build.asan_environment(os.environ), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert json.loads(result.stdout) == digests(kernel_name, place.library.path)
+    found = host_build.under_asan(__name__, kernel_name)
+    assert found == digests(kernel_name, place.library.path)
     evidence(kernel=kernel_name)
 
 
 if __name__ == "__main__":
-    json.dump(digests(sys.argv[1], Path(sys.argv[2])), sys.stdout)
+    json.dump(digests(sys.argv[2], Path(sys.argv[1])), sys.stdout)
