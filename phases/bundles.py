@@ -6,6 +6,7 @@ Exit codes: 0 all well, 1 a bundle was refused or differs from the oracle, 2 wro
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kdtree_engine.bundle import Bundle
 
 ROOT = exactness.FIXTURES / "bundles"
+# Of those without weights only the attention can be checked; phase 2 does.
+WEIGHTLESS = exactness.FIXTURES / "weightless"
 # All of fixtures/ is cloned with the repository.
 MAX_FIXTURE_BYTES = 32 << 20
 
@@ -39,7 +42,12 @@ RECOMPUTED_BUDGET_REL = 1e-3
 
 
 def complete(bundle: Bundle) -> Bundle:
-    """The bundle with the oracle's outputs, round and budgets; BundleError if its model is not at hand."""
+    """The bundle with the oracle's outputs, round and budgets; BundleError if its model is not at hand.
+
+    One without weights stays as it is: no round follows from it, and phase 2 asks the oracle itself.
+    """
+    if bundle.model == "none":
+        return bundle
     return exactness.complete(
         bundle,
         exactness.load_model(bundle),
@@ -50,7 +58,8 @@ def complete(bundle: Bundle) -> Bundle:
 
 def problems(bundle: Bundle) -> list[str]:
     """Why a complete bundle must not ship; empty if it may."""
-    return [*_provenance_problems(bundle), *_tree_problems(bundle), *exactness.shortcomings(bundle)]
+    reasons = [*_provenance_problems(bundle), *_tree_problems(bundle)]
+    return reasons if bundle.model == "none" else [*reasons, *exactness.shortcomings(bundle)]
 
 
 def _provenance_problems(bundle: Bundle) -> list[str]:
@@ -58,7 +67,7 @@ def _provenance_problems(bundle: Bundle) -> list[str]:
     reasons = [f"provenance lacks {key!r}" for key in ("generator",) if key not in bundle.provenance]
     if any(mark in texts for mark in ('"/', '"~', ":\\\\", "file://")):
         reasons.append("provenance holds a path of a machine")
-    if bundle.origin == "captured" and bundle.witness is None:
+    if bundle.origin == "captured" and bundle.model != "none" and bundle.witness is None:
         reasons.append("a captured bundle needs the model's own logits (witness)")
     return reasons
 
@@ -107,16 +116,23 @@ def differences(stored: Bundle, fresh: Bundle) -> list[str]:
     return found
 
 
-def add(path: Path, *, root: Path = ROOT, replace: bool = False) -> Path:
-    """Validate a bundle, compute its expected outputs, and place it as root/<name>.h5.
+def add(path: Path, *, root: Path | None = None, name: str | None = None, replace: bool = False) -> Path:
+    """Validate a bundle, compute its expected outputs, and place it as root/<name>.h5; root is ROOT, or WEIGHTLESS.
+
+    `name` is another one than the bundle came with.
 
     BundleError, with every reason, if it is invalid or not token-exact-testable, if another bundle has its name, or if
     fixtures would grow too large. The file appears whole or not at all.
     """
     finished = complete(bundles.read(path))
+    if name is not None:
+        finished = dataclasses.replace(finished, name=name)
+        bundles.validate(finished)
     reasons = problems(finished)
     if reasons:
         raise BundleError("bundle", f"{finished.name} is refused: {'; '.join(reasons)}")
+    if root is None:
+        root = WEIGHTLESS if finished.model == "none" else ROOT
     target = root / f"{finished.name}.h5"
     if target.exists() and not replace:
         raise BundleError("name", f"{target.name} exists; choose another name, or say --replace")
@@ -132,7 +148,7 @@ def check(path: Path) -> list[str]:
         fresh = complete(stored)
     except BundleError as error:
         return [str(error)]
-    reasons = differences(stored, fresh)
+    reasons = [] if stored.model == "none" else differences(stored, fresh)
     if path.stem != stored.name:
         reasons.append(f"name is {stored.name!r}; expected the file's, {path.stem!r}")
     return reasons or problems(fresh)
@@ -144,19 +160,20 @@ def fixture_bytes(root: Path = exactness.FIXTURES) -> int:
 
 
 def _run_add(arguments: argparse.Namespace) -> int:
-    target = add(arguments.file, root=arguments.root, replace=arguments.replace)
+    target = add(arguments.file, root=arguments.root, name=arguments.name, replace=arguments.replace)
     print(f"added {target.name} ({target.stat().st_size:,} bytes)")
     return 0
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
-    paths = arguments.files or bundles.find(arguments.root)
+    roots = [ROOT, WEIGHTLESS] if arguments.root is None else [arguments.root]
+    paths = arguments.files or [path for root in roots for path in bundles.find(root)]
     results = {path.name: check(path) for path in paths}
     total = fixture_bytes()
     if total > MAX_FIXTURE_BYTES:
         results["fixtures"] = [f"fixtures/ holds {total:,} bytes; at most {MAX_FIXTURE_BYTES:,}"]
     if not paths:
-        results["bundles"] = [f"there is none under {arguments.root}"]
+        results["bundles"] = [f"there is none under {roots[0]}"]
     if arguments.json:
         print(json.dumps({"fixture_bytes": total, "bundles": results}, indent=2))
     else:
@@ -181,12 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("make", help="make the bundles of the repository again (needs torch)", add_help=False)
     adding = commands.add_parser("add", help="validate a bundle, compute its expected outputs and place it")
     adding.add_argument("file", type=Path)
-    adding.add_argument("--root", type=Path, default=ROOT, help="the folder to place it in")
+    adding.add_argument("--root", type=Path, help="the folder to place it in; default: the one for its kind")
+    adding.add_argument("--name", help="another name than the bundle came with")
     adding.add_argument("--replace", action="store_true", help="replace the bundle of that name")
     adding.set_defaults(run=_run_add)
     checking = commands.add_parser("check", help="read bundles and compare them with the oracle")
-    checking.add_argument("files", type=Path, nargs="*", help="all of --root if none is given")
-    checking.add_argument("--root", type=Path, default=ROOT, help="where to look")
+    checking.add_argument("files", type=Path, nargs="*", help="all that there are if none is given")
+    checking.add_argument("--root", type=Path, help="where to look; default: in fixtures")
     checking.add_argument("--json", action="store_true")
     checking.set_defaults(run=_run_check)
     showing = commands.add_parser("show", help="print axes, sizes, provenance, trees and margins")

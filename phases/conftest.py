@@ -208,10 +208,13 @@ class Recorder:
         return [{"layout": "", **entry, **entry["verdict"]} for entry in figures if "verdict" in entry]
 
     def _covered(self) -> list[list[str]]:
-        """An attention kernel covers a bundle by its verdict, one without rounding by giving what the bundle says."""
+        """An attention kernel covers a bundle by its verdict, or by T0 where there are no weights; one without rounding
+        by giving what the bundle says."""
         pairs = {(verdict["kernel"], verdict["bundle"]) for verdict in self._verdicts() if verdict["token_exact"]}
         for test in self._tests.values():
-            pairs |= {(entry["kernel"], entry["bundle"]) for entry in test["figures"] if entry.get("equal")}
+            pairs |= {
+                (entry["kernel"], entry["bundle"]) for entry in test["figures"] if entry.get("equal") or entry.get("t0")
+            }
         return sorted(map(list, pairs))
 
     def _worst(self) -> dict[str, dict[str, float]]:

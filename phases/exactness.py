@@ -49,13 +49,13 @@ BUDGET_SAFETY = 2.0
 
 
 def round_to_bfloat16(x: Array) -> Array:
-    """float64 values as a bfloat16 kernel input holds them."""
-    return from_bfloat16(to_bfloat16(x.astype(np.float32))).astype(np.float64)
+    """Values as a bfloat16 kernel input holds them, in float32."""
+    return from_bfloat16(to_bfloat16(x.astype(np.float32)))
 
 
 _ROUND_INPUTS: dict[str, Callable[[Array], Array]] = {
     "float32": lambda x: x.astype(np.float32),
-    "bfloat16": lambda x: from_bfloat16(to_bfloat16(x.astype(np.float32))),
+    "bfloat16": round_to_bfloat16,
 }
 
 
@@ -255,12 +255,7 @@ def logit_budget(bundle: Bundle, model: Model, out_row_rel_l2: float, dtype: str
 
 def complete(bundle: Bundle, model: Model, *, out_row_rel_l2: float, bfloat16_out_row_rel_l2: float) -> Bundle:
     """The bundle with the oracle's answers in place of whatever it held: out and lse per layer, and `expected`."""
-    attend = oracle_attend(bundle)
-    layers = []
-    for index, layer in enumerate(bundle.layers):
-        out, lse = attend(index, from_bfloat16(layer.q), from_bfloat16(layer.kv))
-        layers.append(dataclasses.replace(layer, out=out.astype(np.float32), lse=lse.astype(np.float32)))
-    logits = forward(bundle, model, attend)
+    logits = forward(bundle, model, oracle_attend(bundle))
     best, second, margin = top_two(logits)
     rounds = [tree_accept(*_walk_inputs(bundle, b, best)) for b in range(bundle.batch)]
     expected = Expected(
@@ -275,7 +270,17 @@ def complete(bundle: Bundle, model: Model, *, out_row_rel_l2: float, bfloat16_ou
         logit_budget=logit_budget(bundle, model, out_row_rel_l2),
         logit_budget_bfloat16=logit_budget(bundle, model, bfloat16_out_row_rel_l2, "bfloat16"),
     )
-    return dataclasses.replace(bundle, layers=tuple(layers), expected=expected)
+    return dataclasses.replace(with_outputs(bundle), expected=expected)
+
+
+def with_outputs(bundle: Bundle) -> Bundle:
+    """The bundle with the oracle's out and lse of every layer."""
+    attend = oracle_attend(bundle)
+    layers = []
+    for index, layer in enumerate(bundle.layers):
+        out, lse = attend(index, from_bfloat16(layer.q), from_bfloat16(layer.kv))
+        layers.append(dataclasses.replace(layer, out=out.astype(np.float32), lse=lse.astype(np.float32)))
+    return dataclasses.replace(bundle, layers=tuple(layers))
 
 
 def shortcomings(bundle: Bundle) -> list[str]:
@@ -326,7 +331,7 @@ def evaluate(
     `out_rel_l2` bounds a layer's whole output, where that is less than its worst row may be off.
     """
     budget = _budget(bundle, dtype)
-    t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
+    t0, comparisons = numeric(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
     reference = _reference_logits(bundle, model, dtype)
     logits = forward(bundle, model, attend, dtype)
     errors = logit_errors(logits, reference)
@@ -399,7 +404,7 @@ def negative_controls(
         if not _changes_anything(bundle, model, fault):
             controls.append(Control(bundle.name, name, False, False, False, False, 0.0))
             continue
-        t0, comparisons = _t0(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
+        t0, comparisons = numeric(bundle, attend, out_row_rel_l2, lse_abs, out_rel_l2)
         logits = forward(bundle, model, attend, dtype)
         t1 = _t1(logits, reference, logit_errors(logits, reference), decided, budget)
         worst = _worst([c.row_rel_l2 if c.same_places else math.inf for c in comparisons if c.name.endswith("/out")])
@@ -423,11 +428,12 @@ def logit_errors(logits: Array, reference: Array) -> Array:
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def _t0(
+def numeric(
     bundle: Bundle, attend: Attend, out_row_rel_l2: float, lse_abs: float, out_rel_l2: float | None = None
 ) -> tuple[list[str], list[Comparison]]:
-    """What T0 finds wrong, and all its comparisons."""
-    failures, comparisons = [], []
+    """T0 by itself, on a bundle with outputs: what it finds wrong, and all its comparisons."""
+    failures: list[str] = []
+    comparisons: list[Comparison] = []
     for index, layer in enumerate(bundle.layers):
         out, lse = attend(index, from_bfloat16(layer.q), from_bfloat16(layer.kv))
         assert layer.out is not None

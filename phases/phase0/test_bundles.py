@@ -567,11 +567,21 @@ def test_add_refuses_a_tree_that_its_drafter_does_not_give(capture: Path, tmp_pa
         command.add(capture, root=tmp_path / "placed")
 
 
-def test_add_refuses_a_bundle_without_weights(capture: Path, tmp_path: Path) -> None:
-    bundles.write(capture, dataclasses.replace(bundles.read(capture), model="none", model_config=None, model_seed=None))
-    with pytest.raises(BundleError, match="only T0") as error:
-        command.add(capture, root=tmp_path)
-    assert_refused(error.value, "model")
+def test_a_bundle_without_weights_is_placed_apart(
+    capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is, without expected outputs: there is no round to expect."""
+    monkeypatch.setattr(command, "WEIGHTLESS", tmp_path / "weightless")
+    weightless = dataclasses.replace(
+        bundles.read(capture), model="none", model_config=None, model_seed=None, expected=None, witness=None
+    )
+    bundles.write(capture, weightless)
+    assert command.main(["add", str(capture), "--name", "another"]) == 0
+    placed = tmp_path / "weightless" / "another.h5"
+    assert_same(bundles.read(placed), dataclasses.replace(weightless, name="another"))
+    with pytest.raises(BundleError, match="name: 'An other' is not a bundle name"):
+        command.add(capture, name="An other")
+    assert command.check(placed) == []
 
 
 def test_check_finds_wrong_expectations(tmp_path: Path) -> None:

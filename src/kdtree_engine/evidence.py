@@ -69,6 +69,8 @@ _KERNEL_SOURCES = {
 }
 # It integrates what phase 2 proves.
 _KERNEL_SOURCES["phase3"] = _KERNEL_SOURCES["phase2"]
+# Where bundles without weights lie, and how their names begin in evidence.
+WEIGHTLESS = "weightless/"
 # Phases that prove something else than kernels on bundles.
 _WITHOUT_KERNELS = ("phase0", "phase3")
 # Folders of the package that a phase proves besides its kernels.
@@ -155,11 +157,13 @@ def digests(root: Path, phase: str, place: str) -> dict[str, Any]:
     kernels = root / "kernels"
     packages = [root / "src/kdtree_engine" / name for name in _CONTRACT_SOURCES[phase]]
     names = [*_KERNEL_SOURCES[phase], *(["host"] if place == "host" else [])]
+    weightless = bundles.find(root / "fixtures" / WEIGHTLESS)
     return {
         "kernels": _digest(root, [path for name in names for path in _sources(kernels / name, _CPP)]),
         "contract": _digest(root, [path for folder in packages for path in _sources(folder, {".py"})]),
         "oracle": _digest(root, _sources(root / "oracle", {".py"})),
-        "bundles": {path.stem: bundles.digest(path) for path in bundles.find(root / "fixtures/bundles")},
+        "bundles": {path.stem: bundles.digest(path) for path in bundles.find(root / "fixtures/bundles")}
+        | ({f"{WEIGHTLESS}{path.stem}": bundles.digest(path) for path in weightless} if phase == "phase2" else {}),
     }
 
 
@@ -206,7 +210,12 @@ def judge(evidence: dict[str, Any], present: dict[str, Any]) -> tuple[str, str]:
         if not present["bundles"]:
             return "unproven", "there is no bundle"
         covered = {tuple(pair) for pair in evidence["covered"]}
-        wanted = {(kernel, name) for kernel in evidence["kernels"] for name in present["bundles"]}
+        # No round follows from a bundle without weights: it asks only those that other bundles give figures of.
+        wanted = {
+            (kernel, name)
+            for name in present["bundles"]
+            for kernel in evidence["worst" if name.startswith(WEIGHTLESS) else "kernels"]
+        }
         if missing := sorted(wanted - covered):
             return "unproven", f"{len(missing)} kernel-bundle pairs not covered, the first is {' x '.join(missing[0])}"
         if not wanted:
