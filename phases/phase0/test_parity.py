@@ -11,7 +11,7 @@ import pytest
 from kdtree_engine.cli import main
 from kdtree_engine.errors import KdtreeError
 from kdtree_engine.sglang_backend import parity, plugin
-from kdtree_engine.sglang_backend.parity import ROW_REL_L2, Log, Parity
+from kdtree_engine.sglang_backend.parity import ROW_REL_L2, Budget, Log, Parity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,7 @@ def test_versions_of_sglang(version: str, fits: bool) -> None:
         ("KDTREE_ENGINE_SAMPLE", "often"),
         ("KDTREE_ENGINE_SAMPLE", "1.5"),
         ("KDTREE_ENGINE_SAMPLE", "nan"),
+        ("KDTREE_ENGINE_BUDGET", "-1"),
         ("KDTREE_ENGINE_AUTO_CALLS", "0"),
         ("KDTREE_ENGINE_AUTO_CALLS", "-4"),
     ],
@@ -66,6 +67,33 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (state.mode, state.serving, state.serve_share, state.auto_calls) == ("serve", True, 0.25, 7)
     assert [state.compares() for _ in range(8)] == [False, False, False, True] * 2
     assert json.loads((tmp_path / "log").read_text())["mode"] == "serve"
+
+
+@pytest.mark.parametrize(("compared", "share"), [(1.0, 1.0), (1.25, 1.0), (2.0, 0.25), (6.0, 0.05), (0.9, 1.0)])
+def test_a_budget_limits_what_comparing_costs(compared: float, share: float) -> None:
+    """Steps of 1 s take `compared` with a comparison: on average no step may take more than a quarter longer."""
+    budget = Budget(0.25)
+    state = Parity(budget=budget)
+    spent, count = 0.0, 0
+    for step in range(2000):
+        does = state.compares()
+        budget.took(compared if does else 1.0, compared=does)
+        if step >= 100:
+            spent, count = spent + (compared if does else 1.0), count + does
+    assert count / 1900 == pytest.approx(share, abs=0.01)
+    assert spent / 1900 <= 1.25 * (1 + 1e-3) or compared <= 1.25
+
+
+def test_without_a_budget_every_step_may_be_compared() -> None:
+    state = Parity()
+    assert all(state.compares() for _ in range(100))
+
+
+def test_a_pause_is_no_cost() -> None:
+    budget = Budget(0.25)
+    for step in range(64):
+        budget.took(1000.0 if step % 20 == 0 else 1.0, compared=step % 2 == 0)
+    assert budget.share() == 1.0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -19,13 +20,18 @@ from safetensors.numpy import save_file
 from kdtree_engine.decode import read_weights
 from phases.conftest import ROOT
 
+if TYPE_CHECKING:
+    from phases.places import Place
+
 TINY = ROOT / "fixtures" / "tiny_model"
+PROMPTS = [b"def ", b"import ", b"def "]
+COUNT = 12
 _SITE = """
 import os
 if os.environ.get("KDTREE_STAND_INS"):
     from phases.phase3 import stand_ins
     stand_ins.install()
-    stand_ins.engine_without_cuda()
+    stand_ins.engine()
 """
 _ENTRY_POINTS = """[sglang.srt.plugins]
 kdtree_engine = kdtree_engine.sglang_backend:register
@@ -111,23 +117,60 @@ def speculative(folder: Path) -> dict[str, Any]:
     }
 
 
+def run(
+    place: Place, folder: Path, extra: dict[str, Any], variables: dict[str, str] | None = None, *, at_once: bool = False
+) -> dict[str, Any]:
+    """What an engine says of its prompts, in a process of its own; one after the other, or all in one batch."""
+    device = "cuda" if place.kind == "cuda" else "cpu"
+    given = arguments(folder, device) | extra
+    given = {"prompts": [list(prompt) for prompt in PROMPTS], "max_tokens": COUNT, "again": 0} | given
+    given["at_once"] = at_once
+    (folder / "arguments.json").write_text(json.dumps(given))
+    if device == "cpu":
+        # The draft model's first step would compile for a minute.
+        variables = (variables or {}) | {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "phases.phase3.engine"]
+    command += [str(folder / "found.json"), str(folder / "arguments.json")]
+    surroundings = environment(folder / "site", **(variables or {}))
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False)
+    assert (folder / "found.json").exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def with_graphs() -> dict[str, Any]:
+    """Verify steps of up to four requests in one CUDA graph, padded to four."""
+    return {"disable_cuda_graph": False, "cuda_graph_bs_decode": [4], "cuda_graph_backend_prefill": "disabled"}
+
+
 def main() -> None:
-    """Starts an engine, generates, and writes tokens and times."""
+    """Starts an engine, generates, once and then `again` times for the clock, and writes tokens and times."""
     import sglang
 
     out, arguments = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-    prompts, count = arguments.pop("prompts"), arguments.pop("max_tokens")
+    names = ("prompts", "max_tokens", "at_once", "again")
+    prompts, count, at_once, again = (arguments.pop(name) for name in names)
     began = time.perf_counter()
     engine = sglang.Engine(**arguments)
-    ready = time.perf_counter()
+    start_s = time.perf_counter() - began
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    # One after the other: a verify step is then one request's.
-    results = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+
+    def generate() -> list[dict[str, Any]]:
+        if at_once:
+            return list(engine.generate(input_ids=prompts, sampling_params=sampling))
+        return [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
+
+    results = generate()
+    seconds = []
+    for _ in range(again):
+        began = time.perf_counter()
+        generate()
+        seconds.append(time.perf_counter() - began)
     found = {
         "tokens": [result["output_ids"] for result in results],
         "meta": [result["meta_info"] for result in results],
-        "start_s": ready - began,
-        "generate_s": time.perf_counter() - ready,
+        "start_s": start_s,
+        "seconds": seconds,
     }
     out.write_text(json.dumps(found, default=str))
     engine.shutdown()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from typing import Any
@@ -86,9 +87,12 @@ def _mend_bfloat16_products() -> None:
     interpreter.InterpreterBuilder.create_dot = mended
 
 
-def engine_without_cuda() -> None:
-    """What an engine asks for beyond the attention, where there is no CUDA: SGLang's own Triton kernels of a round."""
+def engine() -> None:
+    """What an engine asks for beyond the attention: where there is no CUDA, SGLang's own Triton kernels of a round."""
     if torch.cuda.is_available():
+        # Imported with the backends of sparse attention when a draft worker captures its graphs; none of it is called.
+        os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"
+        sys.modules.setdefault("deep_gemm", types.ModuleType("deep_gemm"))
         return
     rope = types.ModuleType("vllm._custom_ops")
     vars(rope)["rotary_embedding"] = None  # imported, never called: the native rope runs

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,40 +22,14 @@ if TYPE_CHECKING:
 
     Evidence = Callable[..., None]
 
-PROMPTS = [b"def ", b"import ", b"def "]
-COUNT = 12
 LAYERS = 2
-
-
-def run(place: Place, folder: Path, extra: dict[str, Any], **variables: str) -> dict[str, Any]:
-    """What an engine says of its prompts, in a process of its own."""
-    device = "cuda" if place.kind == "cuda" else "cpu"
-    given = engine.arguments(folder, device) | extra
-    given |= {"prompts": [list(prompt) for prompt in PROMPTS], "max_tokens": COUNT}
-    (folder / "arguments.json").write_text(json.dumps(given))
-    if device == "cpu":
-        # The draft model's first step would compile for a minute.
-        variables |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "phases.phase3.engine"]
-    command += [str(folder / "found.json"), str(folder / "arguments.json")]
-    environment = engine.environment(folder / "site", **variables)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert (folder / "found.json").exists(), done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
-@pytest.fixture(scope="module")
-def plain(place: Place, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The texts of plain decoding with SGLang's kernels."""
-    return list(run(place, tmp_path_factory.mktemp("plain"), {})["tokens"])
 
 
 def test_plain_text_is_the_oracles(plain: list[list[int]], evidence: Evidence) -> None:
     """The checkpoint is the tiny model: where float64 is clear about a token, the engine says it."""
     model = Model(*read_weights(engine.TINY, "target.safetensors", "config.json"))
-    for prompt, text in zip(PROMPTS, plain, strict=True):
-        assert text == greedy(model, list(prompt), COUNT, round_to_bfloat16).tokens
+    for prompt, text in zip(engine.PROMPTS, plain, strict=True):
+        assert text == greedy(model, list(prompt), engine.COUNT, round_to_bfloat16).tokens
     evidence(texts=len(plain))
 
 
@@ -68,11 +39,11 @@ def test_speculative_text_is_the_plain_one(
 ) -> None:
     """Trees by SGLang's kernel, by it with ours beside it, and by ours; ours is called for every verify there is."""
     extra, log = engine.speculative(tmp_path), tmp_path / "parity.jsonl"
-    variables = {"KDTREE_ENGINE_SAMPLE": "1", "KDTREE_ENGINE_PARITY_LOG": str(log)}
+    variables = {"KDTREE_ENGINE_SAMPLE": "1", "KDTREE_ENGINE_BUDGET": "inf", "KDTREE_ENGINE_PARITY_LOG": str(log)}
     if mode != "incumbent":
         extra["attention_backend"] = "kdtree_mla"
         variables["KDTREE_ENGINE_MODE"] = mode
-    found = run(place, tmp_path, extra, **variables)
+    found = engine.run(place, tmp_path, extra, variables)
     assert found["tokens"] == plain
     accepted = [meta["spec_accept_length"] for meta in found["meta"]]
     assert max(accepted) > 2

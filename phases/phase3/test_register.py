@@ -31,6 +31,9 @@ register()
 register()
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
+from kdtree_engine.sglang_backend import KDTreeMLAVerifyBackend
+print(resolve_dflash_verify_mask_policy(object.__new__(KDTreeMLAVerifyBackend))[1])
 print(ATTENTION_BACKEND_CHOICES.count("kdtree_mla"), ATTENTION_BACKENDS["kdtree_mla"].__module__,
       ATTENTION_BACKENDS["triton"].__module__)
 """
@@ -46,7 +49,9 @@ def test_name_is_a_choice(place: Place, replace: str | None, triton: str, eviden
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    count, ours, theirs = done.stdout.split()[-3:]
+    masked, count, ours, theirs = done.stdout.split()[-4:]
+    # DFlash's chains need no mask by it.
+    assert masked == "False"
     assert count == "1"
     assert ours.startswith("kdtree_engine.sglang_backend")
     assert theirs.startswith(triton)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import tempfile
 import types
@@ -14,31 +12,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-try:
-    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-except ImportError:
-    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-
+from kdtree_engine.sglang_backend.backend import KDTreeMLAVerifyBackend
 from oracle.verify_attn import verify_attn
+from phases.phase3 import releases
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     import numpy.typing as npt
+
+    from phases.places import Place
 
     Array = npt.NDArray[Any]
 
 LATENT, ROPE = 512, 64
 SCALE = 192**-0.5
-SLOTS = 2048
 
 
 def model_folder(heads: int, **changes: Any) -> str:
@@ -79,21 +74,12 @@ def model_folder(heads: int, **changes: Any) -> str:
     return folder
 
 
-@functools.cache
-def _parallel() -> Any:
-    """One rank of everything, as SGLang's context says it; entered once and for all."""
-    context = get_parallel().override(
-        tp_size=1, attn_tp_size=1, attn_dcp_size=1, dcp_size=1, dcp_rank=0, attn_dcp_rank=0
-    )
-    context.__enter__()
-    return context
-
-
 @dataclass(frozen=True)
 class Step:
     """A verify step.
 
     tree: "tree", with the mask that SGLang's tree builder makes; "chain", without one.
+    layers: of the model; all of them get the same values.
     """
 
     prefixes: tuple[int, ...]
@@ -103,18 +89,40 @@ class Step:
     kv_dtype: str = ""
     tree: str = "tree"
     seed: int = 0
+    layers: int = 1
 
     def __str__(self) -> str:
         kv = f"-kv_{self.kv_dtype}" if self.kv_dtype else ""
         return f"{'+'.join(map(str, self.prefixes))}x{self.nodes}-h{self.heads}-{self.dtype}{kv}-{self.tree}"
 
 
+def device(place: Place) -> str:
+    """The device's name in torch."""
+    return "cuda" if place.kind == "cuda" else "cpu"
+
+
 class World:
     """The parts of a step for one backend class."""
 
+    @classmethod
+    def ours(cls, step: Step, device: str, **changes: Any) -> World:
+        """With our backend."""
+        return cls(KDTreeMLAVerifyBackend, step, device, **changes)
+
+    @classmethod
+    def theirs(cls, step: Step, device: str, **changes: Any) -> World:
+        """With SGLang's."""
+        return cls(TritonAttnBackend, step, device, **changes)
+
+    @classmethod
+    def both(cls, step: Step, device: str, **changes: Any) -> tuple[World, World]:
+        """Ours, and theirs with the same values."""
+        return cls.ours(step, device, **changes), cls.theirs(step, device, **changes)
+
     def __init__(self, backend: Any, step: Step, device: str, *, deterministic: bool = False, **config: Any) -> None:
-        _parallel()
         self.step, self.device = step, device
+        longest = max(step.prefixes) + step.nodes
+        config = {"num_hidden_layers": step.layers, "max_position_embeddings": max(4096, longest)} | config
         arguments = ServerArgs(
             model_path=model_folder(step.heads, **config),
             device=device,
@@ -126,20 +134,22 @@ class World:
         )
         arguments.speculative_num_draft_tokens = step.nodes
         arguments.speculative_num_steps, arguments.speculative_eagle_topk = 4, 4
-        set_global_server_args_for_scheduler(arguments)
+        releases.publish(arguments)
+        self.slots = max(2048, len(step.prefixes) * longest)
+        context = max(1024, longest)
         kv_dtype = getattr(torch, step.kv_dtype or step.dtype)
-        self.requests = ReqToTokenPool(size=8, max_context_len=1024, device=device, enable_memory_saver=False)
+        self.requests = ReqToTokenPool(size=8, max_context_len=context, device=device, enable_memory_saver=False)
         self.pool = MLATokenToKVPool(
-            size=SLOTS,
+            size=self.slots,
             page_size=1,
             dtype=kv_dtype,
             kv_lora_rank=LATENT,
             qk_rope_head_dim=ROPE,
-            layer_num=1,
+            layer_num=step.layers,
             device=device,
             enable_memory_saver=False,
         )
-        self.allocator = TokenToKVPoolAllocator(SLOTS, kv_dtype, device, self.pool, need_sort=False)
+        self.allocator = releases.TokenToKVPoolAllocator(self.slots, kv_dtype, device, self.pool, need_sort=False)
         self.runner = types.SimpleNamespace(
             req_to_token_pool=self.requests,
             token_to_kv_pool=self.pool,
@@ -156,24 +166,31 @@ class World:
             is_draft_worker=False,
             kv_cache_dtype=kv_dtype,
         )
+        releases.complete_runner(self.runner, step.nodes)
         self.backend = backend(self.runner)
-        self.layer = RadixAttention(
-            num_heads=step.heads,
-            head_dim=LATENT + ROPE,
-            scaling=SCALE,
-            num_kv_heads=1,
-            layer_id=0,
-            v_head_dim=LATENT,
-        )
-        self._fill()
+        self.layers = [
+            RadixAttention(
+                num_heads=step.heads,
+                head_dim=LATENT + ROPE,
+                scaling=SCALE,
+                num_kv_heads=1,
+                layer_id=layer_id,
+                v_head_dim=LATENT,
+            )
+            for layer_id in range(step.layers)
+        ]
+        self.mask_buffer: torch.Tensor | None = None
+        self._fill(kv_dtype)
 
-    def _fill(self) -> None:
+    def _fill(self, kv_dtype: torch.dtype) -> None:
         """Prefixes in scattered slots, slots for the drafts, trees, and what the model would hand over."""
         step, device = self.step, self.device
         generator = torch.Generator().manual_seed(step.seed)
         rng = np.random.default_rng(step.seed)
         batch, nodes = len(step.prefixes), step.nodes
-        self.allocator.free_pages = self.allocator.free_pages[torch.randperm(SLOTS, generator=generator).to(device)]
+        self.allocator.free_pages = self.allocator.free_pages[
+            torch.randperm(self.slots, generator=generator).to(device)
+        ]
         self.rows = torch.tensor(rng.permutation(8)[:batch], dtype=torch.int64, device=device)
         dtype = getattr(torch, step.dtype)
 
@@ -185,7 +202,9 @@ class World:
             if prefix:
                 slots = self.allocator.alloc(prefix)
                 self.requests.write((row, slice(0, prefix)), slots.to(torch.int32))
-                self.pool.kv_buffer[0][slots] = normal(prefix, 1, LATENT + ROPE).to(self.pool.kv_buffer[0].dtype)
+                rows = normal(prefix, 1, LATENT + ROPE).to(kv_dtype)
+                for buffer in self.pool.kv_buffer:
+                    buffer[slots] = rows
             drafts.append(self.allocator.alloc(nodes))
             self.requests.write((row, slice(prefix, prefix + nodes)), drafts[-1].to(torch.int32))
         self.out_cache_loc = torch.cat(drafts)
@@ -212,7 +231,13 @@ class World:
         lengths = torch.tensor(step.prefixes, dtype=torch.int64, device=self.device)
         ids = torch.zeros(len(step.prefixes) * nodes, dtype=torch.int64, device=self.device)
         mask = None
-        if step.tree != "chain":
+        if self.mask_buffer is not None:
+            # As SGLang's tree builder fills a mask that the backend owns.
+            mask = self.mask_buffer
+            cells = torch.from_numpy(self.visible.reshape(-1)).to(mask)
+            mask.fill_(1)
+            mask[: len(cells)] = cells
+        elif step.tree != "chain":
             full = [
                 np.concatenate([np.ones((nodes, prefix), bool), self.visible[b].astype(bool)], axis=1).reshape(-1)
                 for b, prefix in enumerate(step.prefixes)
@@ -245,31 +270,66 @@ class World:
             seq_lens_cpu=lengths.cpu(),
             positions=self.positions,
             spec_info=spec,
+            **releases.batch_facts(self.runner, self.backend),
         )
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        with forward_context(ForwardContext(attn_backend=self.backend)):
-            yield
+    def pad(self, rows: int) -> None:
+        """Adds rows that belong to no request, full of NaN; their drafts go to slot 0, as SGLang has it."""
+        for name in ("q", "k"):
+            tensor = getattr(self, name)
+            more = torch.full((rows, *tensor.shape[1:]), torch.nan, dtype=tensor.dtype, device=tensor.device)
+            setattr(self, name, torch.cat([tensor, more]))
+        self.out_cache_loc = torch.cat([self.out_cache_loc, self.out_cache_loc.new_zeros(rows)])
 
-    def forward(self) -> torch.Tensor:
-        """The layer's output [T, H * 512] in a fresh step."""
-        with self.context():
-            batch = self.batch()
+    def settled(self) -> None:
+        """Lets the backend read what its steps found."""
+        for _ in range(2):
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            self.backend._collect()
+
+    def idle(self) -> torch.Tensor:
+        """A verify step of a rank that has no request."""
+        batch = self.batch()
+        for name in ("input_ids", "req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc", "positions"):
+            setattr(batch, name, getattr(batch, name)[:0])
+        batch.batch_size = batch.seq_lens_sum = 0
+        with releases.context(self.backend):
+            releases.bind(self.runner, batch)
             self.backend.init_forward_metadata(batch)
-            return self.layer(self.q, self.k, self.k[..., :LATENT], batch)
+            return self.layers[0](self.q[:0], self.k[:0], self.k[:0, :, :LATENT], batch)
 
-    def answer(self) -> Array:
+    def forward(self, lengths: Sequence[int] = ()) -> torch.Tensor:
+        """The layer's output [T, H * 512] in a fresh step; of a chain, the first nodes of each request by `lengths`."""
+        with releases.context(self.backend):
+            batch = self.batch()
+            releases.bind(self.runner, batch)
+            self.backend.init_forward_metadata(batch)
+            if lengths:
+                indptr = self.backend.forward_metadata.qo_indptr
+                indptr[1:] = torch.tensor(lengths, device=self.device).cumsum(0)
+            return self.attend(batch)
+
+    def attend(self, batch: ForwardBatch) -> torch.Tensor:
+        """The last layer's output, after all of them; their metadata is made, and their backend is found."""
+        outs = [layer(self.q, self.k, self.k[..., :LATENT], batch) for layer in self.layers]
+        return outs[-1]
+
+    def answer(self, lengths: Sequence[int] = ()) -> Array:
         """What float64 gives, [T, H, 512], from the pool's rows of the prefix and the drafts as handed over."""
         step = self.step
         cache = self.pool.kv_buffer[0].double().cpu().numpy()[:, 0]
         table = self.requests.req_to_token.cpu().numpy()
-        q = self.q.double().cpu().numpy().reshape(len(step.prefixes), step.nodes, step.heads, -1)
-        k = self.k.double().cpu().numpy().reshape(len(step.prefixes), step.nodes, -1)
+        lengths = lengths or [step.nodes] * len(step.prefixes)
+        ends = np.cumsum(lengths)
+        q = self.q.double().cpu().numpy().reshape(-1, step.heads, LATENT + ROPE)
+        k = self.k.double().cpu().numpy()[:, 0]
         outs = []
         for b, (row, prefix) in enumerate(zip(self.rows.tolist(), step.prefixes, strict=True)):
-            kv = np.concatenate([cache[table[row, :prefix]], k[b]])
-            mask = np.concatenate([np.ones((step.nodes, prefix), np.uint8), self.visible[b]], axis=1)
-            out, _ = verify_attn(q[b][None], kv[None], sm_scale=SCALE, mask=mask[None], d_latent=LATENT)
+            n = lengths[b]
+            rows = slice(ends[b] - n, ends[b])
+            kv = np.concatenate([cache[table[row, :prefix]], k[rows]])
+            mask = np.concatenate([np.ones((n, prefix), np.uint8), self.visible[b, :n, :n]], axis=1)
+            out, _ = verify_attn(q[rows][None], kv[None], sm_scale=SCALE, mask=mask[None], d_latent=LATENT)
             outs.append(out[0])
         return np.concatenate(outs)

@@ -9,6 +9,7 @@ Environment, read when the backend is made:
 
     KDTREE_ENGINE_MODE         off, shadow (default), serve or auto
     KDTREE_ENGINE_SAMPLE       share of verify steps that are compared; default 1 in shadow, 0.01 in serve
+    KDTREE_ENGINE_BUDGET       how much longer comparing may make verify steps on average; default 0.25, a quarter
     KDTREE_ENGINE_AUTO_CALLS   comparisons a layer before auto serves; default 1000
     KDTREE_ENGINE_PARITY_LOG   file for the log; default none
 """
@@ -17,15 +18,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kdtree_engine.errors import KdtreeError
 from kdtree_engine.ops.verify_attn_paged import OUT_ROW_REL_L2
+from kdtree_engine.sglang_backend.settings import count, share
 
 MODES = ("off", "shadow", "serve", "auto")
 # Each of the two is within its own error of the exact result. The incumbent rounds what ours rounds, softmax weights
@@ -76,24 +80,32 @@ class Log:
                 newer.replace(older)
 
 
-def _share(name: str, default: float) -> float:
-    text = os.environ.get(name)
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise KdtreeError(f"{name}: got {text!r}, expected a number from 0 to 1")
-    return value
+class Budget:
+    """How large a share of the steps may be compared, so that comparing makes them longer by no more than asked.
 
+    Learns what a step takes with and without a comparison from the time between the beginnings of steps that follow
+    each other; the medians of the last ones count, so that a pause does not.
+    """
 
-def _count(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal() or not int(text):
-        raise KdtreeError(f"{name}: got {text!r}, expected a whole number of at least 1")
-    return int(text)
+    ENOUGH = 8  # steps of a kind, before it is known what they take
+
+    def __init__(self, most: float = math.inf) -> None:
+        self.most = most
+        self._seconds: dict[bool, deque[float]] = {kind: deque(maxlen=64) for kind in (False, True)}
+
+    def took(self, seconds: float, *, compared: bool) -> None:
+        """A step's time."""
+        self._seconds[compared].append(seconds)
+
+    def share(self) -> float:
+        """From 0 to 1. Until enough is known every second step may be compared."""
+        if math.isinf(self.most):
+            return 1.0
+        plain, compared = self._seconds[False], self._seconds[True]
+        if min(len(plain), len(compared)) < self.ENOUGH:
+            return 0.5
+        extra = median(compared) - median(plain)
+        return 1.0 if extra <= 0 else min(1.0, self.most * median(plain) / extra)
 
 
 @dataclass
@@ -102,6 +114,8 @@ class Parity:
 
     Attributes:
         mode: as it was asked for.
+        budget: how many steps may be compared for what they cost.
+        metrics: where counters are also told, or None.
         serving: whether ours is used; in auto, whether the comparisons have led there.
         counters: how often what happened: calls of verify attention by who served them, comparisons, fallbacks by
             reason, errors.
@@ -111,7 +125,9 @@ class Parity:
     shadow_share: float = 1.0
     serve_share: float = 0.01
     auto_calls: int = 1000
+    budget: Budget = field(default_factory=Budget)
     log: Log = field(default_factory=lambda: Log(None))
+    metrics: Any = None
     serving: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     layers: dict[int, Layer] = field(default_factory=dict)
@@ -124,9 +140,10 @@ class Parity:
         mode = os.environ.get("KDTREE_ENGINE_MODE", "shadow")
         path = os.environ.get("KDTREE_ENGINE_PARITY_LOG")
         parity = cls(
-            shadow_share=_share("KDTREE_ENGINE_SAMPLE", 1.0),
-            serve_share=_share("KDTREE_ENGINE_SAMPLE", 0.01),
-            auto_calls=_count("KDTREE_ENGINE_AUTO_CALLS", 1000),
+            shadow_share=share("KDTREE_ENGINE_SAMPLE", 1.0),
+            serve_share=share("KDTREE_ENGINE_SAMPLE", 0.01),
+            budget=Budget(share("KDTREE_ENGINE_BUDGET", 0.25, most=math.inf)),
+            auto_calls=count("KDTREE_ENGINE_AUTO_CALLS", 1000),
             log=Log(None if path is None else Path(path)),
         )
         parity.set_mode(mode)
@@ -143,10 +160,11 @@ class Parity:
         self.log.write("mode", mode=mode, serving=self.serving)
 
     def compares(self) -> bool:
-        """Whether the next step is compared; a share of steps is, evenly."""
+        """Whether the next step is compared; a share of steps is, evenly, and no more than the budget allows."""
         if self.mode == "off":
             return False
-        self._owed += self.serve_share if self.serving else self.shadow_share
+        wanted = self.serve_share if self.serving else self.shadow_share
+        self._owed += min(wanted, self.budget.share())
         if self._owed < 1:
             return False
         self._owed -= 1

@@ -45,6 +45,16 @@ def register() -> None:
         register_attention_backend(BACKEND_NAME)(_create)
     if os.environ.get(REPLACE) == "triton":
         ATTENTION_BACKENDS["triton"] = _create
+    _verify_chains_without_a_mask()
+
+
+def _verify_chains_without_a_mask() -> None:
+    """DFlash drafts chains; SGLang knows by the names of classes which backends need no mask for that."""
+    from sglang.srt.speculative import dflash_utils
+
+    name = "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"
+    if known := getattr(dflash_utils, name, None):
+        setattr(dflash_utils, name, known | {"KDTreeMLAVerifyBackend"})
 
 
 def _create(runner: Any) -> Any:
